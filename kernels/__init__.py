@@ -1,0 +1,6 @@
+"""Variational linear attention as one operator; knows nothing of models. See README.md in this folder."""
+
+from kernels.operator import mesa, vla, vla_step
+from kernels.state import Diagnostics, Output, State
+
+__all__ = ["Diagnostics", "Output", "State", "mesa", "vla", "vla_step"]

@@ -1,0 +1,114 @@
+"""What goes into and comes out of the operator: the memory state, the output and the diagnostics."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+PENALTY_RULES = ("unit", "gain", "mesa")
+WRITE_RULES = (*PENALTY_RULES, "fixed", "linear")
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a head remembers of the past (DESIGN §1). N = rows of the batch, or documents when packed.
+
+    S: memory, [N, H, Dv, Dk].
+    A: inverse penalty matrix, symmetric, [N, H, Dk, Dk]; None for write rules without one (`fixed`, `linear`).
+    z: sum of the key features, [N, H, Dk]; None for `readout="headwise"`.
+    A_rest: what rounding A to float32 left out, same shape; None where nothing was. On repetitive input A holds 10 and
+        1e-6 side by side, so float32 alone would lose the small part; the operator adds the two in float64.
+    All float32 (float64 for float64 input). `vla_step` hands out A in float64 instead of a pair.
+    """
+
+    S: Tensor
+    A: Tensor | None = None
+    z: Tensor | None = None
+    A_rest: Tensor | None = None
+
+    @classmethod
+    def initial(cls, n: int, heads: int, dk: int, dv: int, penalty: float | Tensor = 0.1, write_rule: str = "unit",
+                readout: str = "normalized", dtype: torch.dtype = torch.float32,
+                device: torch.device | str | None = None) -> "State":
+        """The state before the first token: S = 0, A = I/λ0, z = 0. `penalty` is λ0, a number or [H]."""
+        S = torch.zeros(n, heads, dv, dk, dtype=dtype, device=device)
+        A = z = None
+        if write_rule in PENALTY_RULES:
+            diagonal = 1 / torch.as_tensor(penalty, dtype=dtype, device=device).expand(heads)
+            A = torch.diag_embed(diagonal[:, None].expand(heads, dk)).expand(n, heads, dk, dk).clone()
+        if readout == "normalized":
+            z = torch.zeros(n, heads, dk, dtype=dtype, device=device)
+        return cls(S, A, z)
+
+    def map(self, function) -> "State":
+        """The state with `function` applied to each tensor it holds."""
+        return State(*(None if x is None else function(x) for x in (self.S, self.A, self.z, self.A_rest)))
+
+    def detach(self) -> "State":
+        """Cut from the autograd graph (truncated backpropagation)."""
+        return self.map(Tensor.detach)
+
+    def index_select(self, rows: Tensor) -> "State":
+        """The states of some rows (int64 [M]) in that order."""
+        return self.map(lambda x: x.index_select(0, rows))
+
+    def to(self, device: torch.device | str) -> "State":
+        """On another device; the dtypes stay."""
+        return self.map(lambda x: x.to(device))
+
+    def full_penalty_inverse(self) -> Tensor:
+        """A with its rest, float64 and exactly symmetric, [N, H, Dk, Dk]."""
+        A = self.A.double() if self.A_rest is None else self.A.double() + self.A_rest.double()
+        return (A + A.mT) / 2
+
+    def with_penalty_inverse(self, A: Tensor, dtype: torch.dtype) -> "State":
+        """Holding the float64 matrix A rounded to `dtype`, and what the rounding left out."""
+        rounded = A.to(dtype)
+        rest = None if dtype == A.dtype else (A - rounded.to(A.dtype)).detach().to(dtype)
+        return replace(self, A=rounded, A_rest=rest)
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """Measurements without gradient. NC = chunks of a row; when packed B = 1 and NC = chunks of all documents in order.
+
+    chunk_ends: token index (inclusive, into T) of each chunk's end, int64 [NC].
+    state_norm: ‖S‖_F at chunk ends, [B, NC, H].
+    penalty_norm, penalty_condition: ‖A‖_F and cond_2(A) at chunk ends, [B, NC, H]; None for rules without A.
+    write_alignment: c = κ·w per token, [B, T, H] (0 for `linear`, which erases nothing).
+    jacobian_norm: ‖∂S_t/∂S_{t-1}‖₂ per token, [B, T, H], by `jacobian_norm` below.
+    residual_norm: ‖e_t‖ per token, [B, T, H].
+    """
+
+    chunk_ends: Tensor
+    state_norm: Tensor
+    penalty_norm: Tensor | None
+    penalty_condition: Tensor | None
+    write_alignment: Tensor
+    jacobian_norm: Tensor
+    residual_norm: Tensor
+
+
+@dataclass(frozen=True)
+class Output:
+    """o: [B, T, H, Dv] in the dtype of v. final_state and diagnostics: None unless asked for."""
+
+    o: Tensor
+    final_state: State | None = None
+    diagnostics: Diagnostics | None = None
+
+
+def jacobian_norm(erase_key: Tensor, write_key: Tensor, beta: Tensor | None, g: Tensor | None) -> Tensor:
+    """‖e^g (I − β w κᵀ)‖₂ = e^g (p + √(p² + 4(1 − m)))/2 with p = β‖w‖‖κ‖, m = β w·κ (DESIGN §3), keys [..., D].
+
+    In one dimension there is no plane to turn in: it is e^g |1 − m|.
+    """
+    m = (erase_key * write_key).sum(-1)
+    p = torch.linalg.vector_norm(erase_key, dim=-1) * torch.linalg.vector_norm(write_key, dim=-1)
+    if beta is not None:
+        m, p = m * beta, p * beta.abs()
+    if erase_key.shape[-1] == 1:
+        norm = (1 - m).abs()
+    else:
+        norm = (p + (p * p + 4 * (1 - m)).clamp(min=0).sqrt()) / 2
+    return norm if g is None else norm * g.exp()
