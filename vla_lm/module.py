@@ -1,0 +1,254 @@
+"""The language model as a LightningModule: loss, logging, validation, optimizer, carried states."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from kernels import Diagnostics
+from vla_lm.config import ModelConfig, OptimizerConfig
+from vla_lm.flops import training_flops_per_token
+from vla_lm.lanes import LaneStates
+from vla_lm.metrics import PredictionMetrics, token_losses
+from vla_lm.optimization import build_optimizer, check_learning_rate, schedule
+from vla_lm.transformer import Transformer
+
+
+class LanguageModel(LightningModule):
+    """Trains a `Transformer` on batches of tokens and targets (see `training_step` for their keys).
+
+    The loss is the mean over the valid targets of the whole optimizer step, over all ranks and micro-batches, under any
+    strategy that averages gradients over ranks and divides by the accumulation once.
+
+    Args:
+        model: the architecture. With vocab_size null the network is built in `configure_model`, from the data module.
+        optimizer: AdamW and its schedule.
+        compile: compile the network with torch.compile; parameter names do not change.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        # Checkpoints hold plain types, so a mapping comes back when one is loaded.
+        model = ModelConfig.from_dict(model) if isinstance(model, dict) else model or ModelConfig()
+        optimizer = OptimizerConfig.from_dict(optimizer) if isinstance(optimizer, dict) else optimizer or OptimizerConfig()
+        self.optimizer_config, self.compile_network = optimizer, compile
+        self.transformer: Transformer | None = None
+        self.lanes = LaneStates()
+        self._nats: Tensor | None = None
+        self._metrics: dict[str, PredictionMetrics] = {}
+        self._set_model(model)
+        if model.vocab_size is not None:
+            self._build()
+
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None, **options):
+        """`Transformer.forward`."""
+        return self.transformer(tokens, cu_seqlens, **options)
+
+    # Set-up
+
+    def setup(self, stage: str) -> None:
+        data = self.trainer.datamodule
+        known = getattr(data, "vocab_size", None)
+        if self.model_config.vocab_size is None:
+            if known is None:
+                raise ValueError("vocab_size is null and the data module does not tell it: set model.vocab_size")
+            self._set_model(ModelConfig.from_dict(self.model_config.to_dict() | {"vocab_size": known}))
+        elif known is not None and known > self.model_config.vocab_size:
+            raise ValueError(
+                f"vocab_size {self.model_config.vocab_size} is smaller than the data's {known}: "
+                "leave it at null to take the data's"
+            )
+        if getattr(data, "carry_state", False):
+            self._check_carry()
+
+    def configure_model(self) -> None:
+        if self.transformer is None:
+            self._build()
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = build_optimizer(self.transformer, self.optimizer_config)
+        factor = schedule(self.optimizer_config, self.trainer.max_steps)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        check_learning_rate(
+            self.trainer.optimizers[0], self.optimizer_config, self.trainer.global_step, self.trainer.max_steps
+        )
+
+    # Training
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Loss of a micro-batch: sum of CE * world * accumulation / target_count.
+
+        So the mean over ranks, divided by the accumulation, is the sum over the optimizer step / its valid targets.
+        Keys: tokens, targets int64 [B, T]; target_count int64 []: valid targets of the whole optimizer step; packed
+        documents: cu_seqlens int64 [N + 1]; carried states: carried bool [B], lanes int64 [B].
+        """
+        logits = self._forward_carried(batch) if "carried" in batch else self._logits(batch)
+        nats, accumulation = token_losses(logits, batch["targets"]).sum(), self.trainer.accumulate_grad_batches
+        # Counted here, as under DeepSpeed Lightning's step hooks come with every micro-batch.
+        first, last = batch_idx % accumulation == 0, (batch_idx + 1) % accumulation == 0
+        self._nats = nats.detach() if first or self._nats is None else self._nats + nats.detach()
+        count = batch["target_count"].clamp(min=1)
+        if last:
+            total = self.trainer.strategy.reduce(self._nats.clone(), reduce_op="sum")
+            self.log("train/loss", total / count, prog_bar=True, batch_size=1)
+            self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=1)
+            self.lanes.end_step()
+        return nats * (self.trainer.world_size * accumulation) / count
+
+    def _forward_carried(self, batch: dict[str, Tensor]) -> Tensor:
+        # Row b's first document goes on from its lane's state where carried[b]; every other document begins.
+        self._check_carry()
+        tokens, bounds = batch["tokens"], batch["cu_seqlens"].long()
+        lanes = batch["lanes"].tolist()
+        states, known = self.lanes.get(lanes, tokens.device)
+        carried = batch["carried"]
+        if not all(known):
+            missing = [lane for lane, has, wanted in zip(lanes, known, carried.tolist()) if wanted and not has]
+            if missing:
+                raise ValueError(
+                    f"lanes {missing} continue a document whose state is unknown: resume a run that was trained with "
+                    "carry_state from its own checkpoint, with the same global batch, or start a new run"
+                )
+        rows, length = tokens.shape
+        row_starts = torch.arange(rows, device=tokens.device) * length
+        first = torch.searchsorted(bounds, row_starts, right=True) - 1
+        last = torch.searchsorted(bounds, row_starts + length - 1, right=True) - 1
+        fresh = None
+        if states is not None:
+            row_of_document = (bounds[:-1] // length).clamp(max=rows - 1)
+            states = [state.index_select(row_of_document) for state in states]
+            fresh = torch.ones(bounds.numel() - 1, dtype=torch.bool, device=tokens.device).index_copy(0, first, ~carried)
+        out = self.transformer(tokens, batch["cu_seqlens"], states=states, fresh=fresh, return_states=True)
+        self.lanes.put(lanes, [state.index_select(last) for state in out.states])
+        return out.logits
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        if not (isinstance(batch, dict) and "lanes" in batch):
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        # Lane numbers are looked up on the host: moving them would cost a synchronisation per micro-batch.
+        rest = {name: value for name, value in batch.items() if name != "lanes"}
+        return super().transfer_batch_to_device(rest, device, dataloader_idx) | {"lanes": batch["lanes"]}
+
+    # Validation
+
+    def on_validation_epoch_start(self) -> None:
+        loaders = self.trainer.val_dataloaders
+        count = len(loaders) if isinstance(loaders, (list, tuple)) else 1
+        names = list(getattr(self.trainer.datamodule, "val_names", None) or map(str, range(count)))
+        if len(names) != count:
+            raise ValueError(f"the data module names {len(names)} validation loaders ({names}) and gives {count}")
+        self._metrics = {name: PredictionMetrics().to(self.device) for name in names}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        metrics = list(self._metrics.values())[dataloader_idx]
+        metrics.update(self._logits(batch), batch["targets"], batch.get("target_bytes"))
+
+    def on_validation_epoch_end(self) -> None:
+        losses = []
+        for name, metrics in self._metrics.items():
+            values = metrics.compute()
+            if "bits_per_byte" in values:
+                values.pop("exact_match")  # of rows of text: never all right
+            self.log_dict({f"val/{name}/{key}": value.float() for key, value in values.items()}, batch_size=1)
+            losses += [values["loss"].float()] if values else []
+        if losses:
+            self.log("val/loss", torch.stack(losses).mean(), prog_bar=True, batch_size=1)
+
+    # For callbacks
+
+    @torch.no_grad()
+    def probe(self, batch: dict[str, Tensor]) -> dict[str, Diagnostics]:
+        """The operator's diagnostics per layer on a batch, in evaluation mode, training mode restored after.
+
+        Empty for softmax attention.
+        """
+        training = self.training
+        self.eval()
+        try:
+            bounds = batch.get("cu_seqlens")
+            bounds = None if bounds is None else bounds.to(self.device)
+            return self.transformer(batch["tokens"].to(self.device), bounds, diagnostics=True).diagnostics
+        finally:
+            self.train(training)
+
+    def flops_per_token(self, row_tokens: int) -> float:
+        """Analytic FLOPs of forward and backward per token, see `vla_lm.flops`."""
+        return training_flops_per_token(self.transformer, row_tokens)
+
+    # Checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "state_dict" in checkpoint:
+            checkpoint["state_dict"] = portable(checkpoint["state_dict"])
+        checkpoint["lanes"] = self.lanes.state_dict()
+        checkpoint["accumulation"] = self.trainer.accumulate_grad_batches
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "state_dict" in checkpoint:
+            checkpoint["state_dict"] = portable(checkpoint["state_dict"])
+        self.lanes.load_state_dict(checkpoint.get("lanes", {}))
+        attached = self._trainer is not None
+        if attached and "loops" in checkpoint and "accumulation" in checkpoint:
+            recount_micro_batches(checkpoint, self.trainer.accumulate_grad_batches)
+
+    # Private
+
+    def _logits(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.transformer(batch["tokens"], batch.get("cu_seqlens")).logits
+
+    def _check_carry(self) -> None:
+        if self.model_config.mixer == "softmax":
+            raise ValueError(
+                "mixer 'softmax' has no state of fixed size to carry between rows: set data.carry_state: false, "
+                "or choose a mixer with a memory, such as vla"
+            )
+
+    def _set_model(self, model: ModelConfig) -> None:
+        self.model_config = model.resolved()
+        self.save_hyperparameters({
+            "model": self.model_config.to_dict(),
+            "optimizer": self.optimizer_config.to_dict(),
+            "compile": self.compile_network,
+        })
+
+    def _build(self) -> None:
+        self.transformer = Transformer(self.model_config)
+        if self.compile_network:
+            self.transformer.compile()  # in place: torch.compile's wrapper would put _orig_mod into every name
+
+
+def portable(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Parameter names without torch.compile's wrapper."""
+    return {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
+
+
+def recount_micro_batches(checkpoint: dict[str, Any], accumulation: int) -> None:
+    """Make the checkpoint's loop counters those of `accumulation` micro-batches per optimizer step.
+
+    Lightning counts micro-batches, and would place the steps' ends wrongly when resumed with another accumulation
+    (another number of ranks).
+    """
+    before = checkpoint["accumulation"]
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    if before == accumulation:
+        return
+    for counts in (progress["total"], progress["current"]):
+        steps, started_on = divmod(counts["ready"], before)
+        if started_on:
+            raise ValueError(
+                f"the checkpoint was saved after {started_on} of {before} micro-batches of an optimizer step: "
+                f"resume it with accumulation {before}, not {accumulation}"
+            )
+        shift = steps * accumulation - counts["ready"]
+        for name in ("ready", "started", "processed", "completed"):
+            counts[name] += shift
+    checkpoint["accumulation"] = accumulation
