@@ -1,0 +1,25 @@
+"""What watches and guards a run, one concern a file; see README.md."""
+
+from callbacks.checkpoint import CheckpointError, RunCheckpoint
+from callbacks.checkpoint_files import newest_complete, read_marker
+from callbacks.finite_guard import FiniteGuard, NonFiniteError
+from callbacks.gradient_norms import GradientNorms
+from callbacks.metrics_log import JsonlLogger, read_metrics
+from callbacks.progress import progress_bar
+from callbacks.state_norms import StateNorms
+from callbacks.throughput import Throughput
+
+__all__ = [
+    "CheckpointError",
+    "FiniteGuard",
+    "GradientNorms",
+    "JsonlLogger",
+    "NonFiniteError",
+    "RunCheckpoint",
+    "StateNorms",
+    "Throughput",
+    "newest_complete",
+    "progress_bar",
+    "read_marker",
+    "read_metrics",
+]

@@ -1,0 +1,159 @@
+"""Saves a run so that a kill at any moment, or a full disk, leaves the older checkpoint usable."""
+
+import os
+import shutil
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from callbacks.checkpoint_files import beside, complete_checkpoints, publish, read_marker, remove, write_marker
+
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written; the older ones are untouched."""
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """Saves ``step=000500.ckpt`` every ``every_n_train_steps`` optimizer steps and at the end of training.
+
+    The format is that of :mod:`callbacks.checkpoint_files`. Kept are the ``keep_last`` newest and the ``keep_best``
+    best by ``monitor`` among those validated at their own step; ``last.ckpt`` is a link to the newest. A full disk
+    raises :class:`CheckpointError` on all ranks and loses nothing. Checkpoints past the step a run starts from belong
+    to an abandoned continuation and are set aside as ``….superseded``.
+
+    Args:
+        dirpath: the folder; by default ``checkpoints`` in the trainer's ``default_root_dir``.
+        monitor: name of the validation metric that ranks checkpoints; ``mode`` is ``min`` or ``max``.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        every_n_train_steps: int = 500,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        monitor: str = "val/loss",
+        mode: str = "min",
+    ) -> None:
+        if every_n_train_steps < 1 or keep_last < 1 or keep_best < 0:
+            raise ValueError(
+                f"every_n_train_steps {every_n_train_steps} and keep_last {keep_last} must be at least 1, "
+                f"keep_best {keep_best} at least 0."
+            )
+        super().__init__(dirpath, monitor=monitor, mode=mode, save_top_k=-1, every_n_train_steps=every_n_train_steps)
+        self.keep_last, self.keep_best = keep_last, keep_best
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.dirpath = trainer.strategy.broadcast(str(self.dirpath or Path(trainer.default_root_dir) / "checkpoints"))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_global_step_saved = trainer.global_step  # what it starts from is saved already, or is step 0
+        if trainer.is_global_zero:
+            for path, marker in complete_checkpoints(self.dirpath).items():
+                if marker["step"] > trainer.global_step:
+                    superseded = beside(path, ".superseded")
+                    rank_zero_warn(f"Training starts from step {trainer.global_step}: set aside as {superseded}")
+                    beside(path, ".complete").unlink()
+                    remove(superseded)
+                    os.replace(path, superseded)
+        trainer.strategy.barrier()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        # global_step stands still during accumulation; save() passes over a step that is saved.
+        if trainer.global_step % self._every_n_train_steps == 0:
+            self.save(trainer)
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        pass
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes the score of the checkpoint saved at this step; saving comes before validation."""
+        score = trainer.callback_metrics.get(self.monitor)
+        fresh = self._last_checkpoint_saved and self._last_global_step_saved == trainer.global_step
+        if trainer.is_global_zero and fresh and score is not None and isfinite(score):
+            path = Path(self._last_checkpoint_saved)
+            write_marker(path, read_marker(path) | {"score": float(score)})
+            self._prune()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # the markers in the folder hold it all
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+    def save(self, trainer: Trainer) -> None:
+        """Saves the state after the current optimizer step, unless it is saved. All ranks call it, at a step's end.
+
+        Raises:
+            CheckpointError: the disk is full or the folder cannot be written (on all ranks).
+        """
+        step = trainer.global_step
+        if trainer.fast_dev_run or step == self._last_global_step_saved:
+            return
+        path = Path(self.dirpath) / f"step={step:06d}.ckpt"
+        aside = beside(path, ".partial")
+
+        def write() -> None:
+            try:
+                trainer.save_checkpoint(aside, self.save_weights_only)
+            except (OSError, RuntimeError):
+                trainer.strategy.barrier()  # the one at the end of save_checkpoint, where the other ranks wait
+                raise
+
+        def finish() -> None:
+            publish(aside, path, step)
+            link = path.with_name("last.ckpt")
+            remove(beside(link, ".partial"))
+            os.symlink(path.name, beside(link, ".partial"))
+            os.replace(beside(link, ".partial"), link)
+            self._prune()
+
+        self._together(trainer, aside, lambda: self._make_room(aside), on_rank_zero=True)
+        self._together(trainer, aside, write)
+        self._together(trainer, aside, finish, on_rank_zero=True)
+        self._last_global_step_saved, self._last_checkpoint_saved = step, str(path)
+        self.last_model_path = str(path)
+
+    def _together(self, trainer: Trainer, aside: Path, action: Callable[[], None], on_rank_zero: bool = False) -> None:
+        """Runs the action; when it fails on one rank, all ranks raise."""
+        problem: Exception | None = None
+        try:
+            if trainer.is_global_zero or not on_rank_zero:
+                action()
+        except (OSError, RuntimeError) as error:
+            problem = error
+        if not trainer.strategy.reduce_boolean_decision(problem is None):
+            if trainer.is_global_zero:
+                remove(aside)
+            raise CheckpointError(
+                f"Could not save {aside.with_suffix('')}: {problem or 'another rank failed'}. The older checkpoints "
+                f"in {self.dirpath} are untouched: free some space there, then resume."
+            ) from problem
+
+    def _make_room(self, aside: Path) -> None:
+        """Refuses before writing when the newest checkpoint's size does not fit again."""
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        remove(aside)
+        sizes = [marker["bytes"] for marker in complete_checkpoints(aside.parent).values()]
+        free = shutil.disk_usage(aside.parent).free
+        if sizes and free < sizes[-1]:
+            raise OSError(f"it needs about {sizes[-1] / 1e6:,.0f} MB and the disk has {free / 1e6:,.0f} MB left")
+
+    def _prune(self) -> None:
+        found = complete_checkpoints(self.dirpath)
+        scored = sorted((p for p in found if "score" in found[p]), key=lambda p: found[p]["score"])
+        best = (scored if self.mode == "min" else scored[::-1])[: self.keep_best]
+        for path in [p for p in list(found)[: -self.keep_last] if p not in best]:
+            remove(path)
+        for stray in Path(self.dirpath).glob("*.partial"):  # of a save that was killed
+            remove(stray)
+        self.best_model_path = str(best[0]) if best else ""
