@@ -34,7 +34,7 @@ class Call:
     refresh: tuple[int, float] | None
     initial_state: State | None
     output_final_state: bool
-    cu_seqlens: Tensor | None
+    bounds: tuple[int, ...] | None  # cu_seqlens as numbers
     chunk_size: int
     diagnostics: bool
 
@@ -46,7 +46,7 @@ class Call:
     @property
     def sequences(self) -> int:
         """N: rows of the batch, or documents when packed."""
-        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+        return self.q.shape[0] if self.bounds is None else len(self.bounds) - 1
 
 
 def check(q, k, v, u=None, *, penalty, beta, g, write_rule, erase_key, feature_map, readout, u_scale, refresh,
@@ -60,8 +60,7 @@ def check(q, k, v, u=None, *, penalty, beta, g, write_rule, erase_key, feature_m
     check_tensors(q, {"k": (k, "same"), "v": (v, "any width"), "u": (u, "same")}, {"beta": beta, "g": g})
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size!r}; give a positive whole number of tokens, for example 64")
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q)
+    bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, q)
     if readout == "normalized" and g is not None:
         raise ValueError("readout 'normalized' divides by a sum that does not decay, so it cannot be combined with "
                          "the decay g; use readout='headwise', or leave g out")
@@ -76,7 +75,7 @@ def check(q, k, v, u=None, *, penalty, beta, g, write_rule, erase_key, feature_m
         refresh = _check_refresh(refresh, write_rule)
     penalty = _check_penalty(penalty, q)
     call = Call(q, k, v, None if write_rule in ("fixed", "linear") else u, penalty, beta, g, write_rule, erase_key,
-                feature_map, readout, u_scale, refresh, initial_state, output_final_state, cu_seqlens, chunk_size,
+                feature_map, readout, u_scale, refresh, initial_state, output_final_state, bounds, chunk_size,
                 diagnostics)
     if initial_state is not None:
         _check_state(initial_state, call)
@@ -110,8 +109,8 @@ def check_tensors(q, like_q: dict, per_token: dict) -> None:
                              "one number per token and head")
 
 
-def check_cu_seqlens(cu_seqlens, q: Tensor) -> None:
-    """Document boundaries [0, …, T] of one packed row, strictly increasing."""
+def check_cu_seqlens(cu_seqlens, q: Tensor) -> tuple[int, ...]:
+    """Document boundaries [0, …, T] of one packed row, strictly increasing; returned as numbers."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens is {got}; give an int32 or int64 tensor of document boundaries")
@@ -128,6 +127,7 @@ def check_cu_seqlens(cu_seqlens, q: Tensor) -> None:
         if b <= a:
             raise ValueError(f"cu_seqlens gives document {n} the length {b - a} (from {a} to {b}); every document needs "
                              "at least one token: drop empty documents and sort the boundaries")
+    return tuple(bounds)
 
 
 def _check_penalty(penalty, q: Tensor) -> Tensor:

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import check
+from kernels.chunked import chunked
 from kernels.reference import reference
 from kernels.state import Output, State
 from kernels.step import step
 
 # A backend is a function from a validated `arguments.Call` to an `Output`.
-BACKENDS = {"reference": reference}
+BACKENDS = {"reference": reference, "chunked": chunked}
 
 
 def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: float | Tensor = 0.1,
@@ -55,7 +56,7 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
                  initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
                  chunk_size=chunk_size, diagnostics=diagnostics)
     if backend == "auto":
-        backend = "reference"
+        backend = "chunked" if refresh is None else "reference"
     with torch.autocast(q.device.type, enabled=False):
         return BACKENDS[backend](call)
 

@@ -14,10 +14,10 @@ from kernels.state import PENALTY_RULES, Diagnostics, Output, State, jacobian_no
 
 def reference(call) -> Output:
     """Run a validated `arguments.Call` token by token; packed documents one after the other."""
-    if call.cu_seqlens is None:
+    bounds = call.bounds
+    if bounds is None:
         o, state, diagnostics = _sequence(call, slice(None), slice(None))
     else:
-        bounds = call.cu_seqlens.tolist()
         pieces = [_sequence(call, slice(n, n + 1), slice(a, b)) for n, (a, b) in enumerate(zip(bounds, bounds[1:]))]
         o = torch.cat([piece[0] for piece in pieces], 1)
         state = State(*(_join([getattr(piece[1], name) for piece in pieces]) for name in ("S", "A", "z")))

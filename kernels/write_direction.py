@@ -1,0 +1,94 @@
+"""a_t = A_t x_t with A_t = (M_0 + Σ_{s<=t} u_s u_sᵀ)⁻¹ for all tokens at once (DESIGN §2), and its gradient by hand.
+
+Everything here is float64, whatever the dtype of the model. M adds up T rank-one terms to λ0 = 0.1; on repetitive
+input (u of low rank) float32 loses λ0, and A holds 1/λ0 beside r/T. In float64 the loss is 1e-9 even after a million
+tokens, so no tricks are needed: plain prefix sums, one Cholesky inverse per chunk, Woodbury inside the chunk.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.grid import Grid
+
+
+def write_direction(x: Tensor, u: Tensor, M0: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """a = A_t x_t [chunks * H, C, D] and the last M [N * H, D, D], for x and u on the grid and M0 [N * H, D, D].
+
+    All float64; x and u are zero in the padding. M0 must be symmetric; its gradient is symmetric.
+    """
+    return _WriteDirection.apply(x, u, M0, grid)
+
+
+def spd_inverse(M: Tensor) -> Tensor:
+    """Inverse of symmetric positive definite matrices [..., D, D], exactly symmetric, with a symmetric gradient."""
+    return _SpdInverse.apply(M)
+
+
+def checked_inverse(A: Tensor) -> Tensor:
+    """`spd_inverse` of matrices that come from outside, which may not be positive definite: ValueError then."""
+    info = torch.linalg.cholesky_ex(A.detach())[1]
+    if bool((info != 0).any()):
+        raise ValueError("initial_state.A is not positive definite (or not finite); hand on the state as vla or vla_step "
+                         "gave it (with A_rest, which float32 alone loses), or begin with State.initial")
+    return spd_inverse(A)
+
+
+def _inverse(M: Tensor) -> Tensor:
+    # cholesky_ex: no synchronisation on a GPU; M >= λ0 I by construction.
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(M)[0])
+    return inverse.add_(inverse.mT.clone()).mul_(0.5)
+
+
+class _SpdInverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, M):
+        A = _inverse(M)
+        ctx.save_for_backward(A)
+        return A
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dA):
+        (A,) = ctx.saved_tensors
+        return -A @ ((dA + dA.mT) / 2) @ A
+
+
+class _WriteDirection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, u, M0, grid):
+        M_start, M_last = grid.sum_before(u.mT @ u, M0)
+        A = _inverse(M_start)
+        W = u @ A
+        gram = W @ u.mT
+        gram.diagonal(dim1=-2, dim2=-1).add_(1)
+        W = torch.linalg.solve_triangular(torch.linalg.cholesky_ex(gram)[0], W, upper=False)
+        a = _apply(x, A, W)
+        ctx.save_for_backward(u, A, W, a)
+        ctx.grid = grid
+        ctx.set_materialize_grads(False)
+        return a, M_last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, da, dM_last):
+        u, A, W, a = ctx.saved_tensors
+        grid = ctx.grid
+        # With N_s = Σ_{t>=s} (b aᵀ + a bᵀ): du_s = -N_s u_s. In the chunk by masked products, from later chunks by sums.
+        b = _apply(torch.zeros_like(a) if da is None else da, A, W)
+        outer = b.mT @ a
+        later, total = grid.sum_after(outer + outer.mT)
+        dM0 = total / -2
+        if dM_last is not None:
+            dM_last = (dM_last + dM_last.mT) / 2
+            dM0 += dM_last
+            grid.add_states_(later, dM_last, alpha=-2)
+        du = u @ later
+        du.baddbmm_((u @ a.mT).triu_(), b)
+        du.baddbmm_((u @ b.mT).triu_(), a)
+        return b, du.neg_(), dM0, None
+
+
+def _apply(x: Tensor, A: Tensor, W: Tensor) -> Tensor:
+    """X A - tril(X Wᵀ) W: row t is A_t x_t."""
+    return torch.baddbmm(x @ A, (x @ W.mT).tril_(), W, alpha=-1)
