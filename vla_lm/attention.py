@@ -99,7 +99,9 @@ class LinearMixer(SequenceMixer):
         # On the raw key, before the feature map and after the convolution.
         self.to_penalty = nn.Linear(width, width, bias=False) if config.u_source == "projection" else None
         self.to_beta = nn.Linear(width, heads, bias=False) if config.beta != "none" else None
-        self.log_penalty = nn.Parameter(torch.full((heads,), math.log(config.penalty))) if config.learn_penalty else None
+        self.log_penalty = None
+        if config.learn_penalty:
+            self.log_penalty = nn.Parameter(torch.full((heads,), math.log(config.penalty)))
         if config.decay:
             self.to_decay = nn.Linear(width, heads, bias=False)
             # g = -rate softplus(W x + bias): rates in (1, 16), softplus(bias) in (0.001, 0.1), spread over the heads,

@@ -38,8 +38,8 @@ class ModelConfig:
     feature_map: Literal["elu1", "silu", "identity"] | None = None
     """Features of queries and keys. null: elu1 (paper), identity after the convolution's SiLU (modern)."""
     readout: Literal["normalized", "headwise", "none"] | None = None
-    """normalized: divided by the key normaliser. headwise: RMS norm per head. null: normalized (paper), headwise (modern).
-    none is softmax's."""
+    """normalized: divided by the key normaliser. headwise: RMS norm per head. none: softmax's. null: normalized (paper),
+    headwise (modern)."""
     u_source: Literal["projection", "key", "none"] | None = None
     """Penalty direction: W_u k or the unit key. null: the mixer's."""
     u_scale: Literal["unit", "inverse_sqrt_d"] = "unit"
@@ -105,7 +105,7 @@ class ModelConfig:
         if row.penalised != (full.u_source != "none") or (self.mixer == "mesa" and full.u_source != "key"):
             raise ValueError(f"u_source {full.u_source!r} does not fit mixer {self.mixer!r}: leave it at null")
         if self.learn_penalty and not row.penalised:
-            raise ValueError(f"learn_penalty has no effect on mixer {self.mixer!r}, which keeps no penalty: set it false")
+            raise ValueError(f"learn_penalty has no effect on mixer {self.mixer!r}, which has no penalty: set it false")
 
     @property
     def head_dim(self) -> int:

@@ -22,28 +22,29 @@ class LanguageModel(LightningModule):
     strategy that averages gradients over ranks and divides by the accumulation once.
 
     Args:
-        model: the architecture. With vocab_size null the network is built in `configure_model`, from the data module.
+        config: the architecture. With vocab_size null the network is built in `configure_model`, from the data module.
         optimizer: AdamW and its schedule.
         compile: compile the network with torch.compile; parameter names do not change.
     """
 
     def __init__(
         self,
-        model: ModelConfig | None = None,
+        config: ModelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         compile: bool = False,
     ) -> None:
         super().__init__()
         # Checkpoints hold plain types, so a mapping comes back when one is loaded.
-        model = ModelConfig.from_dict(model) if isinstance(model, dict) else model or ModelConfig()
-        optimizer = OptimizerConfig.from_dict(optimizer) if isinstance(optimizer, dict) else optimizer or OptimizerConfig()
-        self.optimizer_config, self.compile_network = optimizer, compile
+        config = ModelConfig.from_dict(config) if isinstance(config, dict) else config or ModelConfig()
+        if isinstance(optimizer, dict):
+            optimizer = OptimizerConfig.from_dict(optimizer)
+        self.optimizer_config, self.compile_network = optimizer or OptimizerConfig(), compile
         self.transformer: Transformer | None = None
         self.lanes = LaneStates()
         self._nats: Tensor | None = None
         self._metrics: dict[str, PredictionMetrics] = {}
-        self._set_model(model)
-        if model.vocab_size is not None:
+        self._set_config(config)
+        if config.vocab_size is not None:
             self._build()
 
     def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None, **options):
@@ -55,13 +56,13 @@ class LanguageModel(LightningModule):
     def setup(self, stage: str) -> None:
         data = self.trainer.datamodule
         known = getattr(data, "vocab_size", None)
-        if self.model_config.vocab_size is None:
+        if self.config.vocab_size is None:
             if known is None:
-                raise ValueError("vocab_size is null and the data module does not tell it: set model.vocab_size")
-            self._set_model(ModelConfig.from_dict(self.model_config.to_dict() | {"vocab_size": known}))
-        elif known is not None and known > self.model_config.vocab_size:
+                raise ValueError("vocab_size is null and the data module does not tell it: set model.config.vocab_size")
+            self._set_config(ModelConfig.from_dict(self.config.to_dict() | {"vocab_size": known}))
+        elif known is not None and known > self.config.vocab_size:
             raise ValueError(
-                f"vocab_size {self.model_config.vocab_size} is smaller than the data's {known}: "
+                f"vocab_size {self.config.vocab_size} is smaller than the data's {known}: "
                 "leave it at null to take the data's"
             )
         if getattr(data, "carry_state", False):
@@ -108,10 +109,10 @@ class LanguageModel(LightningModule):
         # Row b's first document goes on from its lane's state where carried[b]; every other document begins.
         self._check_carry()
         tokens, bounds = batch["tokens"], batch["cu_seqlens"].long()
-        lanes = batch["lanes"].tolist()
+        lanes = batch["lanes"].tolist()  # no synchronisation where the data module leaves it on the host
         states, known = self.lanes.get(lanes, tokens.device)
         carried = batch["carried"]
-        if not all(known):
+        if not all(known):  # the first step alone: reading `carried` would synchronise
             missing = [lane for lane, has, wanted in zip(lanes, known, carried.tolist()) if wanted and not has]
             if missing:
                 raise ValueError(
@@ -126,17 +127,11 @@ class LanguageModel(LightningModule):
         if states is not None:
             row_of_document = (bounds[:-1] // length).clamp(max=rows - 1)
             states = [state.index_select(row_of_document) for state in states]
-            fresh = torch.ones(bounds.numel() - 1, dtype=torch.bool, device=tokens.device).index_copy(0, first, ~carried)
+            fresh = torch.ones(bounds.numel() - 1, dtype=torch.bool, device=tokens.device)
+            fresh = fresh.index_copy(0, first, ~carried)
         out = self.transformer(tokens, batch["cu_seqlens"], states=states, fresh=fresh, return_states=True)
         self.lanes.put(lanes, [state.index_select(last) for state in out.states])
         return out.logits
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        if not (isinstance(batch, dict) and "lanes" in batch):
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
-        # Lane numbers are looked up on the host: moving them would cost a synchronisation per micro-batch.
-        rest = {name: value for name, value in batch.items() if name != "lanes"}
-        return super().transfer_batch_to_device(rest, device, dataloader_idx) | {"lanes": batch["lanes"]}
 
     # Validation
 
@@ -206,22 +201,22 @@ class LanguageModel(LightningModule):
         return self.transformer(batch["tokens"], batch.get("cu_seqlens")).logits
 
     def _check_carry(self) -> None:
-        if self.model_config.mixer == "softmax":
+        if self.config.mixer == "softmax":
             raise ValueError(
                 "mixer 'softmax' has no state of fixed size to carry between rows: set data.carry_state: false, "
                 "or choose a mixer with a memory, such as vla"
             )
 
-    def _set_model(self, model: ModelConfig) -> None:
-        self.model_config = model.resolved()
+    def _set_config(self, config: ModelConfig) -> None:
+        self.config = config.resolved()
         self.save_hyperparameters({
-            "model": self.model_config.to_dict(),
+            "config": self.config.to_dict(),
             "optimizer": self.optimizer_config.to_dict(),
             "compile": self.compile_network,
         })
 
     def _build(self) -> None:
-        self.transformer = Transformer(self.model_config)
+        self.transformer = Transformer(self.config)
         if self.compile_network:
             self.transformer.compile()  # in place: torch.compile's wrapper would put _orig_mod into every name
 

@@ -38,7 +38,9 @@ def schedule(config: OptimizerConfig, max_steps: int) -> Callable[[int], float]:
         ValueError: the schedule ends with the run, but the run has no number of steps; or warm-up fills the run.
     """
     if config.schedule != "constant" and max_steps < 1:
-        raise ValueError(f"schedule {config.schedule!r} needs trainer.max_steps, which is {max_steps}: set it, or use constant")
+        raise ValueError(
+            f"schedule {config.schedule!r} needs trainer.max_steps, which is {max_steps}: set it, or use constant"
+        )
     if 1 < max_steps <= config.warmup_steps:
         raise ValueError(
             f"warmup_steps {config.warmup_steps} leaves nothing of trainer.max_steps {max_steps}: "
@@ -72,12 +74,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def check_learning_rate(optimizer: Optimizer, config: OptimizerConfig, step: int, max_steps: int) -> None:
-    """ValueError unless the optimizer's learning rate is the schedule's at `step`: after a resume the two must agree."""
+    """ValueError unless the optimizer's learning rate is the schedule's at `step`; after a resume they must agree."""
     expected = config.learning_rate * schedule(config, max_steps)(step)
     for group in optimizer.param_groups:
         if not math.isclose(group["lr"], expected, rel_tol=1e-9, abs_tol=1e-15):
             raise ValueError(
                 f"the checkpoint's learning rate at step {step} is {group['lr']:.9g}, the configured schedule gives "
-                f"{expected:.9g}: resume with the learning_rate, schedule, warmup_steps and max_steps it was trained with, "
-                "or start a new run"
+                f"{expected:.9g}: resume with the learning_rate, schedule, warmup_steps and max_steps it was trained "
+                "with, or start a new run"
             )

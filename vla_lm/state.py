@@ -88,7 +88,7 @@ def map_tensors(value, function: Callable[[Tensor], Tensor]):
 
 
 def where_documents(mask: Tensor, yes, no):
-    """Per document, `yes` where `mask` (bool [N]) else `no`: tensors [N, ...] or dataclasses of them, None standing for 0."""
+    """Per document, `yes` where `mask` (bool [N]) else `no`: tensors [N, ...] or dataclasses of them; None is 0."""
     if isinstance(yes, Tensor) or isinstance(no, Tensor):
         yes = torch.zeros_like(no) if yes is None else yes
         no = torch.zeros_like(yes) if no is None else no
