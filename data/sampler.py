@@ -72,6 +72,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __init__(self, plan: BatchPlan, world_size: int, rank: int, max_steps: int, current_step: Callable[[], int]) -> None:
         self.plan, self.world_size, self.rank = plan, world_size, rank
         self.max_steps, self.current_step = max_steps, current_step
+        self.batch_size = plan.micro_rows  # read by the DeepSpeed strategy
 
     def __len__(self) -> int:
         return self.max_steps * self.plan.accumulation
@@ -106,6 +107,16 @@ class RowBatches(Sampler[list[int]]):
 
 def _as_is(batch: Any) -> Any:
     return batch
+
+
+class _StatelessLoader(DataLoader):
+    """Tells the trainer that the loader resumes; its position is the restored global step, so there is nothing to save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        del state_dict
 
 
 class SampledDataModule(pl.LightningDataModule):
@@ -151,7 +162,7 @@ class SampledDataModule(pl.LightningDataModule):
 
     def _loader(self, rows: Dataset, batches: Sampler) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(
+        return _StatelessLoader(
             rows,
             batch_sampler=batches,
             num_workers=self.num_workers,
