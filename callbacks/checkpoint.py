@@ -42,10 +42,8 @@ class RunCheckpoint(ModelCheckpoint):
         mode: str = "min",
     ) -> None:
         if every_n_train_steps < 1 or keep_last < 1 or keep_best < 0:
-            raise ValueError(
-                f"every_n_train_steps {every_n_train_steps} and keep_last {keep_last} must be at least 1, "
-                f"keep_best {keep_best} at least 0."
-            )
+            given = f"every_n_train_steps {every_n_train_steps}, keep_last {keep_last}, keep_best {keep_best}"
+            raise ValueError(f"{given}: the first two must be at least 1, the last at least 0.")
         super().__init__(dirpath, monitor=monitor, mode=mode, save_top_k=-1, every_n_train_steps=every_n_train_steps)
         self.keep_last, self.keep_best = keep_last, keep_best
 
@@ -69,9 +67,6 @@ class RunCheckpoint(ModelCheckpoint):
         if trainer.global_step % self._every_n_train_steps == 0:
             self.save(trainer)
 
-    def on_train_epoch_end(self, *_: Any) -> None:
-        pass
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save(trainer)
 
@@ -88,13 +83,13 @@ class RunCheckpoint(ModelCheckpoint):
         return {}  # the markers in the folder hold it all
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
+        """Nothing."""
 
     def save(self, trainer: Trainer) -> None:
         """Saves the state after the current optimizer step, unless it is saved. All ranks call it, at a step's end.
 
         Raises:
-            CheckpointError: the disk is full or the folder cannot be written (on all ranks).
+            CheckpointError: the disk is full or the folder cannot be written; on all ranks.
         """
         step = trainer.global_step
         if trainer.fast_dev_run or step == self._last_global_step_saved:
@@ -104,31 +99,29 @@ class RunCheckpoint(ModelCheckpoint):
 
         def write() -> None:
             try:
-                trainer.save_checkpoint(aside, self.save_weights_only)
+                trainer.save_checkpoint(aside)
             except (OSError, RuntimeError):
                 trainer.strategy.barrier()  # the one at the end of save_checkpoint, where the other ranks wait
                 raise
 
         def finish() -> None:
             publish(aside, path, step)
-            link = path.with_name("last.ckpt")
-            remove(beside(link, ".partial"))
-            os.symlink(path.name, beside(link, ".partial"))
-            os.replace(beside(link, ".partial"), link)
+            link = path.with_name("last.ckpt.partial")
+            remove(link)
+            os.symlink(path.name, link)
+            os.replace(link, path.with_name("last.ckpt"))
             self._prune()
 
-        self._together(trainer, aside, lambda: self._make_room(aside), on_rank_zero=True)
+        self._together(trainer, aside, lambda: trainer.is_global_zero and self._make_room(aside))
         self._together(trainer, aside, write)
-        self._together(trainer, aside, finish, on_rank_zero=True)
-        self._last_global_step_saved, self._last_checkpoint_saved = step, str(path)
-        self.last_model_path = str(path)
+        self._together(trainer, aside, lambda: trainer.is_global_zero and finish())
+        self._last_global_step_saved, self._last_checkpoint_saved, self.last_model_path = step, str(path), str(path)
 
-    def _together(self, trainer: Trainer, aside: Path, action: Callable[[], None], on_rank_zero: bool = False) -> None:
+    def _together(self, trainer: Trainer, aside: Path, action: Callable[[], Any]) -> None:
         """Runs the action; when it fails on one rank, all ranks raise."""
         problem: Exception | None = None
         try:
-            if trainer.is_global_zero or not on_rank_zero:
-                action()
+            action()
         except (OSError, RuntimeError) as error:
             problem = error
         if not trainer.strategy.reduce_boolean_decision(problem is None):

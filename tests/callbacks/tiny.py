@@ -35,12 +35,17 @@ class TinyModel(pl.LightningModule):
             loss = loss * float("nan")
         if self.poison == (self.trainer.global_step, "gradient"):
             self.layers[0].weight.register_hook(lambda grad: grad * float("nan"))
-        self.log("train/loss", loss)
+        self.log("train/loss", loss, batch_size=len(batch["tokens"]))
         return loss
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        loss = F.cross_entropy(self(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
-        self.log("val/loss", loss, add_dataloader_idx=False)
+        self.val_losses.append(F.cross_entropy(self(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()))
+
+    def on_validation_epoch_start(self):
+        self.val_losses = []
+
+    def on_validation_epoch_end(self):
+        self.log("val/loss", torch.stack(self.val_losses).mean())
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)

@@ -1,0 +1,183 @@
+"""A checkpoint is whole or passed over: kills at every point, full disks, pruning, links, resume."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+
+from callbacks import CheckpointError, RunCheckpoint, newest_complete, read_marker
+from callbacks import checkpoint as checkpoint_module
+from callbacks import checkpoint_files
+from tests.callbacks.tiny import TinyData, TinyModel, trainer
+
+
+def fit(folder, steps, ckpt_path=None, every=2, accumulation=1, **settings):
+    seed_everything(1, verbose=False)
+    saver = RunCheckpoint(folder / "checkpoints", every_n_train_steps=every, **settings)
+    data = TinyData(step_rows=4, micro=4 // accumulation)
+    run = trainer(folder, steps, [saver], val_check_interval=2 * accumulation, accumulate_grad_batches=accumulation)
+    run.fit(TinyModel(), datamodule=data, ckpt_path=ckpt_path)
+    return run, saver
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_saves_marks_links_and_prunes(tmp_path, accumulation):
+    run, saver = fit(tmp_path, 9, accumulation=accumulation, keep_best=0)
+    assert names(tmp_path) == ["last.ckpt", "step=000008.ckpt", "step=000008.ckpt.complete", "step=000009.ckpt",
+                               "step=000009.ckpt.complete"]  # fmt: skip
+    folder = tmp_path / "checkpoints"
+    assert (folder / "last.ckpt").is_symlink() and os.readlink(folder / "last.ckpt") == "step=000009.ckpt"
+    newest = newest_complete(tmp_path)
+    assert newest == newest_complete(folder) == folder / "step=000009.ckpt"
+    marker = json.loads((folder / "step=000009.ckpt.complete").read_text())
+    assert marker == {"step": 9, "bytes": newest.stat().st_size}
+    assert read_marker(folder / "step=000008.ckpt")["score"] == pytest.approx(run.callback_metrics["val/loss"].item())
+    assert torch.load(newest, weights_only=False)["global_step"] == 9
+
+
+@pytest.mark.parametrize("mode, pick", [("min", min), ("max", max)])
+def test_keeps_the_best(tmp_path, mode, pick):
+    _, every = fit(tmp_path / "all", 10, keep_last=99)
+    scores = {p.name: m["score"] for p, m in checkpoint_files.complete_checkpoints(tmp_path / "all/checkpoints").items()}
+    best = pick(scores, key=scores.get)
+    assert len(scores) == 5
+    _, saver = fit(tmp_path / "run", 10, keep_last=1, keep_best=1, mode=mode)
+    kept = {name for name in names(tmp_path / "run") if name.endswith(".ckpt")} - {"last.ckpt"}
+    assert kept == {best, "step=000010.ckpt"} and saver.best_model_path.endswith(best)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resume_goes_on_as_if_never_stopped(tmp_path, accumulation):
+    whole, _ = fit(tmp_path / "whole", 8, accumulation=accumulation)
+    fit(tmp_path / "parts", 4, accumulation=accumulation)
+    first = newest_complete(tmp_path / "parts")
+    written = first.stat().st_mtime_ns
+    torch.manual_seed(5)
+    run, _ = fit(tmp_path / "parts", 8, ckpt_path=first, accumulation=accumulation, keep_last=9)
+    assert first.stat().st_mtime_ns == written  # not saved a second time, in the middle of an accumulation
+    assert run.global_step == 8 and read_marker(newest_complete(tmp_path / "parts"))["step"] == 8
+
+
+def test_a_half_written_one_is_passed_over_with_a_word(tmp_path):
+    fit(tmp_path, 8, keep_last=4)
+    folder = tmp_path / "checkpoints"
+    (folder / "step=000008.ckpt.complete").unlink()
+    with open(folder / "step=000006.ckpt", "r+b") as file:
+        file.truncate(100)
+    (folder / "step=000004.ckpt.complete").write_text('{"step": 4, "by')
+    with pytest.warns(UserWarning) as said:
+        assert newest_complete(tmp_path) == folder / "step=000002.ckpt"
+    text = " ".join(str(warning.message) for warning in said)
+    assert "000008.ckpt has no completeness marker" in text and "000006.ckpt has 100 bytes, not" in text
+    assert "000004.ckpt has an unreadable completeness marker" in text
+    with pytest.raises(ValueError, match="does not exist"):
+        read_marker(folder / "step=000010.ckpt")
+    assert newest_complete(tmp_path / "nowhere") is None
+
+
+def test_a_folder_is_measured_whole(tmp_path):
+    folder = tmp_path / "step=000001.ckpt"
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "checkpoint" / "shard0").write_bytes(b"12345")
+    (folder / "latest").write_bytes(b"678")
+    checkpoint_files.write_marker(folder, {"step": 1, "bytes": 8})
+    assert newest_complete(tmp_path) == folder
+    (folder / "checkpoint" / "shard0").unlink()
+    with pytest.warns(UserWarning, match="has 3 bytes, not 8"):
+        assert newest_complete(tmp_path) is None
+
+
+def kill_when(monkeypatch, module, name, when, after=False):
+    """SIGKILL this process when ``module.name`` is called and ``when`` holds for its arguments."""
+    original = getattr(module, name)
+
+    def killer(*args, **kwargs):
+        if when(*args, **kwargs):
+            if after:
+                original(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, killer)
+
+
+KILLS = {
+    "while writing": (torch, "save", lambda *a, **k: True, False),
+    "before the rename": (os, "replace", lambda a, b: str(b).endswith("4.ckpt"), False),
+    "after the rename": (os, "replace", lambda a, b: str(b).endswith("4.ckpt"), True),
+    "while writing the marker": (json, "dump", lambda *a, **k: True, False),
+    "before the marker's rename": (os, "replace", lambda a, b: str(b).endswith("4.ckpt.complete"), False),
+    "after the marker's rename": (os, "replace", lambda a, b: str(b).endswith("4.ckpt.complete"), True),
+    "before the link": (os, "symlink", lambda *a: True, False),
+    "before the link's rename": (os, "replace", lambda a, b: str(b).endswith("last.ckpt"), False),
+    "while pruning": (checkpoint_module, "remove", lambda p: str(p).endswith("2.ckpt"), False),
+}
+
+
+@pytest.mark.parametrize("where", KILLS)
+@pytest.mark.filterwarnings("ignore:Passed over")
+def test_killed_at_any_point_leaves_a_usable_one(tmp_path, monkeypatch, where):
+    run, saver = fit(tmp_path, 2, keep_last=1, keep_best=0)
+    run.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 4
+    assert run.global_step == 4
+    child = os.fork()
+    if child == 0:
+        kill_when(monkeypatch, *KILLS[where])
+        saver.save(run)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    newest = newest_complete(tmp_path)
+    step = torch.load(newest, weights_only=False)["global_step"]
+    late = where in ("after the marker's rename", "before the link", "before the link's rename", "while pruning")
+    assert step == read_marker(newest)["step"] == (4 if late else 2)
+    assert torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=False)  # the link never dangles
+    saver.save(run)  # the next save of that step replaces what is left and clears up
+    assert [name for name in names(tmp_path) if "000002" in name or name.endswith(".partial")] == []
+    assert read_marker(newest_complete(tmp_path))["step"] == 4
+
+
+def test_full_disk_while_writing(tmp_path, monkeypatch):
+    run, saver = fit(tmp_path, 2)
+    before = names(tmp_path)
+    saver._last_global_step_saved = 0
+
+    def full(checkpoint, path, storage_options=None):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run.strategy, "save_checkpoint", full)
+    with pytest.raises(CheckpointError) as error:
+        saver.save(run)
+    assert "No space left on device" in str(error.value) and "free some space" in str(error.value)
+    assert names(tmp_path) == before and newest_complete(tmp_path)
+
+
+def test_full_disk_is_seen_before_writing(tmp_path, monkeypatch):
+    run, saver = fit(tmp_path, 2)
+    saver._last_global_step_saved = 0
+    monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(CheckpointError, match="the disk has 0 MB left"):
+        saver.save(run)
+    assert read_marker(newest_complete(tmp_path))["step"] == 2
+
+
+def test_later_ones_of_an_abandoned_continuation_are_set_aside(tmp_path):
+    fit(tmp_path, 8, keep_last=4)
+    with pytest.warns(UserWarning, match="set aside"):
+        fit(tmp_path, 5, ckpt_path=tmp_path / "checkpoints/step=000004.ckpt", keep_last=4)
+    kept = [name for name in names(tmp_path) if not name.endswith(".complete")]
+    assert kept == ["last.ckpt", "step=000002.ckpt", "step=000004.ckpt", "step=000005.ckpt",
+                    "step=000006.ckpt.superseded", "step=000008.ckpt.superseded"]  # fmt: skip
+    assert newest_complete(tmp_path).name == "step=000005.ckpt"
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="keep_last 0, keep_best 1: the first two must be at least 1"):
+        RunCheckpoint(keep_last=0)
