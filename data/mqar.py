@@ -17,7 +17,7 @@ A row belongs to the test split when (index of k1 + index of v1) is a multiple o
 (indices count from 0 in the key and value alphabets): the two splits share no row, by construction.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import numpy as np
@@ -290,7 +290,7 @@ class MQARDataModule(SampledDataModule):
         if val_rows < 1:
             raise ValueError(f"val_rows must be at least 1, got {val_rows}")
         self.vocab_size, self.row_tokens, self.val_rows = vocab_size, self.task.row_tokens, val_rows
-        self.fingerprint = f"mqar {self.task}"
+        self.fingerprint = "mqar " + ", ".join(f"{k} {v}" for k, v in asdict(self.task).items())
         grid = [(n, t) for n in (val_n_pairs or dict.fromkeys(pairs)) for t in (val_lengths or [length])]
         self.val_tasks = [MQARTask(format, vocab_size, (n,), t, n_queries, power, filler) for n, t in grid]
         self.val_names = [f"pairs{task.n_pairs[0]}_len{task.row_tokens}" for task in self.val_tasks]

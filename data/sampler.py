@@ -38,7 +38,7 @@ def plan_batches(global_batch_tokens: int, row_tokens: int, micro_batch_rows: in
     if rest:
         raise ValueError(
             f"global_batch_tokens {global_batch_tokens} is not a whole number of rows of {row_tokens} tokens: "
-            f"set it to {max(rows, 1) * row_tokens} or {(rows + 1) * row_tokens}"
+            f"set it to {f'{rows * row_tokens} or ' if rows else ''}{(rows + 1) * row_tokens}"
         )
     if micro_batch_rows is None:
         if rows % world_size:
@@ -198,4 +198,4 @@ class SampledDataModule(pl.LightningDataModule):
             ("rows_per_step", rows, "set global_batch_tokens to the checkpoint's rows x row length, or start a new run"),
         ):
             if state_dict[what] != here:
-                raise ValueError(f"the checkpoint was trained on data with {what} {state_dict[what]!r}, this run has {here!r}: {mend}")
+                raise ValueError(f"the checkpoint was trained on data with {what} [{state_dict[what]}], this run has [{here}]: {mend}")

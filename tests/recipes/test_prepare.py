@@ -1,0 +1,74 @@
+"""`python -m recipes.prepare`: what it prints, and exit code 2 with one message for bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data.token_store import TokenStore
+from recipes.prepare import main
+
+
+def test_makes_a_store_and_reports_it(tmp_path, capsys):
+    out = tmp_path / "store"
+    arguments = ["--max_bytes", "400000", "--vocab_size", "512", "--out", str(out), "--heldout", "0.3"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    info = TokenStore(out).info
+    assert "Made" in text and f"{info['tokens']:,}" in text and f"{info['heldout_documents']}" in text
+    assert f"{info['bytes'] / info['tokens']:.2f}" in text and info["fingerprint"] in text
+    assert f"Next: python -m recipes.pretrain --config configs/longdoc-tiny.yaml --data.store {out} --data.source null --data.vocab_size 512" in text
+    assert main(arguments) == 0
+    assert "Already there, reused" in capsys.readouterr().out
+    assert main([*arguments[:-1], "0.1"]) == 2
+    assert "holds another token store (heldout 0.3 there, 0.1 asked for): choose another folder" in capsys.readouterr().err
+
+
+def test_several_sources_and_an_existing_tokenizer(tmp_path, capsys):
+    text = " ".join(f"word{i % 50} and more {i}" for i in range(900))
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_text(text[i * 100 :])
+    rows = [{"body": text[i * 333 :]} for i in range(6)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({**r, "text": "short " * (i + 2)}) + "\n" for i, r in enumerate(rows)))
+    assert main(["--source", str(tmp_path / "*.txt"), str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "one"), "--vocab_size", "300"]) == 0
+    assert TokenStore(tmp_path / "one").info["documents"] == 12
+    model = str(tmp_path / "one" / "tokenizer.model")
+    assert main(["--source", str(tmp_path / "a.jsonl"), "--text_column", "body", "--tokenizer", model, "--out", str(tmp_path / "two")]) == 0
+    assert TokenStore(tmp_path / "two").vocab_size == 300
+    assert capsys.readouterr().err.count("Tokenised") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--source", "nowhere/*.txt"], "error: no file matches 'nowhere/*.txt'"),
+        (["--vocab_size", "100"], "error: vocab_size 100 is too small"),
+        (["--heldout", "2"], "error: heldout must be a share in [0, 1), got 2.0"),
+        (["--tokenizer", "nowhere.model"], "error: no SentencePiece model at nowhere.model"),
+        (["--vocab_size", "many"], "vocab_size"),
+        (["--unknown", "1"], "--unknown"),
+    ],
+)
+def test_bad_input(tmp_path, arguments, message):
+    command = [sys.executable, "-m", "recipes.prepare", *arguments, "--out", str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("error:") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_corpus_is_named(tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes(b"fine \xe9")
+    assert main(["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path / "s")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "a.txt: invalid UTF-8 at byte 5" in error and error.count("\n") == 1
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert all(option in text for option in ("--source", "--vocab_size", "--heldout", "--out", "--workers"))
