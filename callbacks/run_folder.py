@@ -1,0 +1,133 @@
+"""A run's folder: which one it is, what is resumed in it and why, and the record of how it was made.
+
+    runs/<name>/
+        config.yaml            the full configuration of the first start (a changed one at a resume: config.step=N.yaml)
+        environment.json       one entry a start: command, versions, devices, git state
+        metrics.jsonl          every logged number, one JSON object a line
+        events.out.tfevents.*  the same for TensorBoard, with figures
+        checkpoints/           step=N.ckpt, each beside its step=N.ckpt.complete marker
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_info
+
+from callbacks.checkpoint_files import newest_complete
+
+PACKAGES = ("torch", "lightning", "triton", "deepspeed", "torchmetrics", "datasets", "sentencepiece", "numpy")
+
+
+def default_run_dir(config: str | None, root: str = "runs") -> Path:
+    """``runs/<config's stem>-<job id or time>``, the same on every rank of a job.
+
+    Args:
+        config: path of the run's first configuration file.
+        root: folder of all runs.
+    """
+    # Ranks that Lightning starts inherit the environment; ranks that a scheduler starts share its job id.
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if job == "none":
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "VLA_LM_START" not in os.environ:
+            raise ValueError("several ranks were started without a job id, so they cannot agree on a run folder; "
+                             "name one: --run_dir runs/NAME")
+        job = os.environ.setdefault("VLA_LM_START", time.strftime("%Y%m%d-%H%M%S"))
+    return Path(root) / f"{Path(config).stem if config else 'run'}-{job}"
+
+
+def resume_point(resume: str | None, run_dir: Path | None) -> tuple[Path | None, Path | None]:
+    """The checkpoint to resume from and the folder of its run; (None, run_dir) where nothing is to be resumed.
+
+    Args:
+        resume: None; "auto" (the newest complete checkpoint in ``run_dir``, a fresh start where there is none);
+            a checkpoint; or a run's folder (its newest complete checkpoint).
+        run_dir: the run's folder, where one was named.
+
+    Raises:
+        ValueError: "auto" without a folder.
+        FileNotFoundError: the path does not exist, or holds no complete checkpoint.
+    """
+    if resume is None:
+        return None, run_dir
+    if resume == "auto":
+        if run_dir is None:
+            raise ValueError("--resume auto looks into the run's own folder, which was not named: "
+                             "add --run_dir runs/NAME, or give the path: --resume runs/NAME")
+        found = newest_complete(run_dir / "checkpoints")
+        rank_zero_info(f"--resume auto: {found} is the newest complete checkpoint in {run_dir}" if found else
+                       f"--resume auto: no complete checkpoint in {run_dir}, starting at step 0")
+        return found, run_dir
+    path = Path(resume)
+    if not path.exists():
+        raise FileNotFoundError(f"--resume {resume}: no such file or folder; give a checkpoint, a run's folder or auto")
+    if path.parent.name == "checkpoints":
+        if not Path(f"{path.resolve()}.complete").exists():
+            raise FileNotFoundError(f"--resume {resume}: its marker {path.name}.complete is missing, so it was not written "
+                                    f"to the end; resume the run's newest complete one: --resume {path.parent.parent}")
+        return path.resolve(), run_dir or path.parent.parent
+    found = newest_complete(path / "checkpoints")
+    if found is None:
+        raise FileNotFoundError(f"--resume {resume}: no complete checkpoint in {path / 'checkpoints'}; start afresh without "
+                                "--resume")
+    return found, run_dir or path
+
+
+def environment() -> dict[str, Any]:
+    """Command, versions, devices and git state of this start, as plain types."""
+    def git(*words: str) -> str | None:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    def version(package: str) -> str | None:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    status = git("status", "--porcelain")
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "packages": {package: version(package) for package in PACKAGES},
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "git": {"commit": git("rev-parse", "HEAD"), "changed_files": status.splitlines() if status is not None else None},
+    }
+
+
+class RunFolder(SaveConfigCallback):
+    """Writes config.yaml and environment.json before the first step; a resume adds to them and replaces nothing."""
+
+    def __init__(self, *args: Any, run_dir: Path, resumed_step: int | None, **kwargs: Any) -> None:
+        super().__init__(*args, save_to_log_dir=False, **kwargs)
+        self.run_dir, self.resumed_step = Path(run_dir), resumed_step
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        text = self.parser.dump(self.config, skip_none=False)
+        config = self.run_dir / "config.yaml"
+        if config.exists() and config.read_text() != text:
+            config = self.run_dir / f"config.step={self.resumed_step or 0:06d}.yaml"
+        write_aside(config, text)
+        record = self.run_dir / "environment.json"
+        starts = json.loads(record.read_text()) if record.exists() else []
+        write_aside(record, json.dumps([*starts, {"resumed_step": self.resumed_step, **environment()}], indent=1))
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Replaces ``path`` by ``text`` in one step: a reader, or a kill, never meets half a file."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
