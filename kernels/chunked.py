@@ -20,13 +20,13 @@ def chunked(call) -> Output:
     v = v.to(dtype)
     beta, g = (None if x is None or (rule == "linear" and x is beta) else x.to(dtype) for x in (beta, g))
     fq = features(q.to(dtype), call.feature_map)
-    fk = _key_features(k, dtype, call, grid)
+    # Keys, directions and A in float64: see write_direction.
+    wide_key = _key_features(k, torch.float64 if rule in PENALTY_RULES else dtype, call, grid)
+    fk = wide_key.to(dtype)
     S0 = None if state is None else grid.sort(state.S.to(dtype))
     M_last = None
 
     if rule in PENALTY_RULES:
-        # Keys, directions and A in float64: see write_direction.
-        wide_key = fk if dtype == torch.float64 else _key_features(k, torch.float64, call, grid)
         wide_unit = unit(wide_key)
         direction = wide_unit if u is None else unit(u.double())
         if call.u_scale == "inverse_sqrt_d":
@@ -35,7 +35,7 @@ def chunked(call) -> Output:
         M0 = _initial_penalty(call, grid)
         if rule == "mesa":
             return _mesa(call, grid, fq, fk, v, x, M0)
-        a, M_last = write_direction(x, direction, M0, grid)
+        a, M_last = write_direction(None if x is direction else x, direction, M0, grid)
         erase, write = x.to(dtype), (unit(a) if rule == "unit" else a).to(dtype)
     elif rule == "fixed":
         direction, M0 = None, None
@@ -81,7 +81,7 @@ def _mesa(call, grid: Grid, fq: Tensor, fk: Tensor, v: Tensor, unit_key: Tensor,
     diagnostics = None
     if call.diagnostics:
         with torch.no_grad():  # residuals are those of the recursive form
-            a, _ = write_direction(unit_key, unit_key, M0, grid)
+            a, _ = write_direction(None, unit_key, M0, grid)
             S0 = None if state is None else grid.sort(state.S.double())
             _, S, residual, starts = delta_rule_on_grid(reading, unit_key, a, v.double(), None, None, S0, grid)
             diagnostics = _diagnostics(grid, unit_key, a, None, None, residual, starts, S, unit_key, M0)

@@ -107,6 +107,11 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dS_last, _, __):
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):  # backward() may be called inside one
+            return _DeltaRule._gradients(ctx, do, dS_last)
+
+    @staticmethod
+    def _gradients(ctx, do, dS_last):
         q, erase, P, g, E, H = ctx.saved_tensors
         grid, decay = ctx.grid, _Decay(g)
         do = E.new_zeros(E.shape) if do is None else do
