@@ -88,10 +88,11 @@ def load_weights(model: LanguageModel, weights: dict[str, torch.Tensor], source:
     given = {name: list(value.shape) for name, value in weights.items()}
     differing = [name for name in wanted | given if wanted.get(name) != given.get(name)]
     if differing:
-        shown = [f"{name} is {given.get(name, 'missing')} there, {wanted.get(name, 'missing')} here" for name in differing]
-        fields = dict.fromkeys(_field(name) for name in differing[:3])
+        first = differing[:3]
+        shown = [f"{name} is {given.get(name, 'missing')} there, {wanted.get(name, 'missing')} here" for name in first]
+        fields = dict.fromkeys(_field(name) for name in first)
         raise ValueError(
-            f"{source} is of another architecture, {len(differing)} parameters differ: {'; '.join(shown[:3])}. "
+            f"{source} is of another architecture, {len(differing)} parameters differ: {'; '.join(shown)}. "
             f"Make the model's {' and '.join(fields)} those of the checkpoint"
         )
     model.load_state_dict(weights)
@@ -106,7 +107,7 @@ def _read(path: Path) -> dict[str, Any]:
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise ValueError(f"{path} is no readable checkpoint ({type(error).__name__}: {error}): use another one") from None
+        raise ValueError(f"{path} is no readable checkpoint ({type(error).__name__}: {error}): use another") from None
     hyper = content.get("hyper_parameters", {})
     if "config" not in hyper or "optimizer" not in hyper:
         raise ValueError(f"{path} holds no configuration of a language model: use a checkpoint of recipes.pretrain")

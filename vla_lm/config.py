@@ -38,8 +38,8 @@ class ModelConfig:
     feature_map: Literal["elu1", "silu", "identity"] | None = None
     """Features of queries and keys. null: elu1 (paper), identity after the convolution's SiLU (modern)."""
     readout: Literal["normalized", "headwise", "none"] | None = None
-    """normalized: divided by the key normaliser. headwise: RMS norm per head. none: softmax's. null: normalized (paper),
-    headwise (modern)."""
+    """normalized: divided by the key normaliser. headwise: RMS norm per head. none: softmax's. null: normalized
+    (paper), headwise (modern)."""
     u_source: Literal["projection", "key", "none"] | None = None
     """Penalty direction: W_u k or the unit key. null: the mixer's."""
     u_scale: Literal["unit", "inverse_sqrt_d"] = "unit"

@@ -18,7 +18,8 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
         targets: int64 [B, T].
     """
     if logits.shape[:-1] != targets.shape:
-        raise ValueError(f"logits {list(logits.shape)} do not fit targets {list(targets.shape)}: pass [B, T, V], [B, T]")
+        shapes = f"logits {list(logits.shape)} do not fit targets {list(targets.shape)}"
+        raise ValueError(f"{shapes}: pass [B, T, V] and [B, T]")
     flat = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none")
     return flat.view(targets.shape)
 

@@ -37,7 +37,9 @@ def schedule(config: OptimizerConfig, max_steps: int) -> Callable[[int], float]:
     Raises:
         ValueError: the schedule ends with the run, but the run has no number of steps; or warm-up fills the run.
     """
-    if config.schedule != "constant" and max_steps < 1:
+    if config.schedule == "constant":
+        return lambda step: learning_rate_factor(config, step, max_steps)
+    if max_steps < 1:
         raise ValueError(
             f"schedule {config.schedule!r} needs trainer.max_steps, which is {max_steps}: set it, or use constant"
         )
@@ -46,11 +48,7 @@ def schedule(config: OptimizerConfig, max_steps: int) -> Callable[[int], float]:
             f"warmup_steps {config.warmup_steps} leaves nothing of trainer.max_steps {max_steps}: "
             "lower warmup_steps or raise max_steps"
         )
-
-    def factor(step: int) -> float:
-        return learning_rate_factor(config, step, max_steps)
-
-    return factor
+    return lambda step: learning_rate_factor(config, step, max_steps)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         if tokens.ndim != 2:
             raise ValueError(f"tokens have shape {list(tokens.shape)}: pass [batch, time]")
         if states is not None and len(states) != len(self.layers):
-            raise ValueError(f"states has {len(states)} entries, the model {len(self.layers)} layers: pass one for each")
+            raise ValueError(f"states has {len(states)} entries for {len(self.layers)} layers: pass one for each layer")
         packing = None
         if cu_seqlens is not None:
             packing = Packing.build(cu_seqlens, *tokens.shape)

@@ -54,7 +54,7 @@ def evaluate(
     rows = sums.T.tolist()
     total = [sum(column) for column in zip(*rows)]
     if not total[1] or not total[2]:
-        raise ValueError("nothing to evaluate: the batches hold no target with bytes; give at least one batch of documents")
+        raise ValueError("nothing to evaluate: the batches hold no target with bytes; give a batch of documents")
     spans = zip([0, *bounds], [*bounds, int(longest)], rows)
     by_position = [
         {"start": start, "end": min(end, int(longest))} | _measures(*row) for start, end, row in spans if row[2]
