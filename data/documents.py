@@ -47,7 +47,9 @@ class TrainingRows(Dataset):
         batch = _batch([p.tokens for p in pieces], [p.targets for p in pieces], [p.starts for p in pieces])
         batch["target_count"] = torch.tensor(self._target_count(indices[0]))
         if layout.lanes is not None:
-            carried = [layout.continues(i) and not self.stream.starts_document(first) for i, first in zip(indices, firsts)]
+            carried = [
+                layout.continues(i) and not self.stream.starts_document(first) for i, first in zip(indices, firsts)
+            ]
             batch["carried"] = torch.tensor(carried)
             batch["lanes"] = torch.tensor([i % layout.lanes for i in indices])
         return batch
@@ -118,7 +120,9 @@ def _spans(store: TokenStore, chosen: np.ndarray) -> np.ndarray:
 def _batch(tokens: list[np.ndarray], targets: list[np.ndarray], starts: list[np.ndarray]) -> dict[str, torch.Tensor]:
     # A boundary at every row's start and wherever a document starts inside a row.
     length = len(tokens[0])
-    bounds = np.concatenate([np.union1d(0, s) + row * length for row, s in enumerate(starts)] + [[len(tokens) * length]])
+    bounds = np.concatenate(
+        [np.union1d(0, s) + row * length for row, s in enumerate(starts)] + [[len(tokens) * length]]
+    )
     return {
         "tokens": torch.from_numpy(np.stack(tokens)),
         "targets": torch.from_numpy(np.stack(targets)),
@@ -142,7 +146,7 @@ class DocumentsDataModule(SampledDataModule):
         tokenizer: Path of a SentencePiece model to use instead of training one.
         heldout: Share of documents kept for validation.
         row_tokens: Tokens per row T.
-        carry_state: A document longer than a row goes on in the same row of the next batch with its state, instead of restarting.
+        carry_state: A document longer than a row goes on in the same row of the next batch, instead of restarting.
         global_batch_tokens: Tokens of one optimizer step over all ranks; a multiple of row_tokens.
         micro_batch_rows: Rows per rank and micro-batch; null: the rank's whole share at once.
         val_row_tokens: Tokens per validation row; null: row_tokens.
@@ -186,7 +190,9 @@ class DocumentsDataModule(SampledDataModule):
         self.request = None
         if source is not None:
             sources = (source,) if isinstance(source, str) else tuple(source)
-            self.request = StoreRequest(Corpus(sources, text_column, subset, split, max_bytes), vocab_size, tokenizer, heldout)
+            self.request = StoreRequest(
+                Corpus(sources, text_column, subset, split, max_bytes), vocab_size, tokenizer, heldout
+            )
         self.val_names = ["heldout"]
 
     def prepare_data(self) -> None:
@@ -201,7 +207,8 @@ class DocumentsDataModule(SampledDataModule):
             store = TokenStore(self.store_path)
             if self._vocab_size not in (None, store.vocab_size):
                 raise ValueError(
-                    f"the token store {store.path} has a vocabulary of {store.vocab_size}, vocab_size asks for {self._vocab_size}: "
+                    f"the token store {store.path} has a vocabulary of {store.vocab_size}, vocab_size asks for "
+                    f"{self._vocab_size}: "
                     f"set vocab_size to {store.vocab_size}, or name another store"
                 )
             self._store = store
@@ -213,7 +220,8 @@ class DocumentsDataModule(SampledDataModule):
 
     @property
     def fingerprint(self) -> str:
-        return f"documents {self.store.fingerprint} in rows of {self.row_tokens}{', state carried' if self.carry_state else ''}"
+        mode = ", state carried" if self.carry_state else ""
+        return f"documents {self.store.fingerprint} in rows of {self.row_tokens}{mode}"
 
     def setup(self, stage: str | None = None) -> None:
         self.val_names = ["heldout"] if self.store.heldout.any() else []
@@ -223,14 +231,20 @@ class DocumentsDataModule(SampledDataModule):
             epochs = self.trainer.max_steps * self.global_batch_tokens / tokens
             if epochs > _EPOCHS_WITHOUT_WARNING:
                 rank_zero_warn(
-                    f"This run trains {self.trainer.max_steps * self.global_batch_tokens:,} tokens on a corpus of {tokens:,}: {epochs:.1f} epochs. "
-                    f"Beyond {_EPOCHS_WITHOUT_WARNING} epochs repeated text teaches little more; a larger corpus would serve better."
+                    f"This run trains {self.trainer.max_steps * self.global_batch_tokens:,} tokens on a corpus of "
+                    f"{tokens:,}: {epochs:.1f} epochs. "
+                    f"Beyond {_EPOCHS_WITHOUT_WARNING} epochs repeated text teaches little more; a larger corpus "
+                    "would serve better."
                 )
 
     def train_set(self, plan: BatchPlan) -> Dataset:
         steps = max(self.trainer.max_steps, 1) if self.trainer is not None else 1
         tokens = training_stream(self.store, self.seed).epoch_tokens
-        layout = RowLayout.carried(self.row_tokens, plan.rows_per_step, tokens) if self.carry_state else RowLayout(self.row_tokens)
+        layout = (
+            RowLayout.carried(self.row_tokens, plan.rows_per_step, tokens)
+            if self.carry_state
+            else RowLayout(self.row_tokens)
+        )
         return TrainingRows(self.store, self.seed, layout, plan.rows_per_step, steps * plan.rows_per_step)
 
     def val_sets(self) -> list[Dataset]:

@@ -1,20 +1,21 @@
 """Multi-query associative recall: key-value pairs, then keys whose values are to be recalled.
 
-Two formats. Token 0 is special in both, and the loss is on the query positions only, the value predicted at the query's own position.
+Two formats. Token 0 is special in both, and the loss is on the query positions only, the value predicted at the query's
+own position.
 
 `paper`   k1 v1 … kn vn SEP q1 … qm (0 …)
           keys distinct; keys and values from the same ids 1 … vocab-1, values with replacement; queries drawn with
           replacement from the row's keys; SEP is 0, and 0 fills what is left at the end of the row.
-`public`  k1 v1 … kn vn then slots of two tokens
-          the public MQAR benchmark (Arora et al. 2023, arXiv:2312.04927): keys distinct from 1 … vocab/2-1, values distinct from
-          vocab/2 … vocab-1; each key is asked once, at the first token of a slot; slot i (from 1) is drawn without replacement with
-          weight i^(power-1); every other token is filler, 0 or a random id.
+`public`  k1 v1 … kn vn, then slots of two tokens
+          the public MQAR benchmark (Arora et al. 2023, arXiv:2312.04927): keys distinct from 1 … vocab/2-1, values
+          distinct from vocab/2 … vocab-1; each key is asked once, at the first token of a slot; slot i (from 1) is
+          drawn without replacement with weight i^(power-1); every other token is filler, 0 or a random id.
 
-Samples come from a counter-based generator (Philox): sample `i` of (seed, split) starts at a fixed counter, so it is the same
-whatever the batch size, worker or rank, and a contiguous range of samples is one vectorised call.
+Samples come from a counter-based generator (Philox): sample `i` of (seed, split) starts at a fixed counter, so it is
+the same whatever the batch size, worker or rank, and a contiguous range of samples is one vectorised call.
 
-A row belongs to the test split when (index of k1 + index of v1) is a multiple of 8, and to the training split when it is not
-(indices count from 0 in the key and value alphabets): the two splits share no row, by construction.
+A row belongs to the test split when (index of k1 + index of v1) is a multiple of 8, and to the training split when it
+is not (indices count from 0 in the key and value alphabets): the two splits share no row, by construction.
 """
 
 from dataclasses import asdict, dataclass
@@ -61,23 +62,33 @@ class MQARTask:
             raise ValueError(f"power must be positive (0.01 is the benchmark's, 1 uniform), got {self.power}")
         if self.n_values < _HELD_OUT:
             least = 9 if self.format == "paper" else 16
-            raise ValueError(f"vocab_size {self.vocab_size} is too small for the {self.format} format: at least {least} ids are needed")
+            raise ValueError(
+                f"vocab_size {self.vocab_size} is too small for the {self.format} format: at least {least} ids are "
+                "needed"
+            )
         largest = max(self.n_pairs)
         if largest > self.n_keys:
             raise ValueError(
-                f"n_pairs {largest} does not fit vocab_size {self.vocab_size}: the {self.format} format has {self.n_keys} keys there; "
-                f"use at most {self.n_keys} pairs, or vocab_size >= {largest + 1 if self.format == 'paper' else 2 * largest + 2}"
+                f"n_pairs {largest} does not fit vocab_size {self.vocab_size}: the {self.format} format has "
+                f"{self.n_keys} keys there; "
+                f"use at most {self.n_keys} pairs, or vocab_size >= "
+                f"{largest + 1 if self.format == 'paper' else 2 * largest + 2}"
             )
         if self.format == "public":
             if self.n_queries is not None:
-                raise ValueError(f"n_queries {self.n_queries} has no meaning in the public format, which asks each key once: leave it null")
+                raise ValueError(
+                    f"n_queries {self.n_queries} has no meaning in the public format, which asks each key once: "
+                    "leave it null"
+                )
             if self.row_tokens < 4 * largest:
                 raise ValueError(
-                    f"n_pairs {largest} does not fit length {self.row_tokens}: the public format needs at least 4 x n_pairs = {4 * largest} tokens"
+                    f"n_pairs {largest} does not fit length {self.row_tokens}: the public format needs at least 4 x "
+                    f"n_pairs = {4 * largest} tokens"
                 )
         elif self.row_tokens < 2 * largest + 1 + (self.n_queries or 1):
             raise ValueError(
-                f"n_pairs {largest} does not fit length {self.row_tokens}: 2 x n_pairs + separator + {self.n_queries or 1} queries "
+                f"n_pairs {largest} does not fit length {self.row_tokens}: 2 x n_pairs + separator + "
+                f"{self.n_queries or 1} queries "
                 f"= {2 * largest + 1 + (self.n_queries or 1)} tokens; use a longer row or fewer pairs"
             )
 
@@ -136,7 +147,7 @@ class MQARTask:
         return int(sum(self.queries(int(n)) * int(c) for n, c in zip(pairs, counts)))
 
     def rows(self, seed: int, split: str, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of samples first … first+count-1, int64 [count, T] each; -100 where nothing is predicted."""
+        """Tokens and targets of samples first … first+count-1, int64 [count, T] each; target -100: none."""
         pairs = self.pairs_of(seed, split, first, count)
         draws = _uniform(seed, 2 * _SPLITS[split], first, count, self._words)
         tokens = np.zeros((count, self.row_tokens), dtype=np.int64)
@@ -187,7 +198,9 @@ class MQARTask:
 def _uniform(seed: int, stream: int, first: int, count: int, words: int) -> np.ndarray:
     # float64 [count, words] in [0, 1); numpy's Philox makes four words a counter value.
     start = first * (words // 4)
-    bits = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64), counter=np.array([start, 0, 0, 0], dtype=np.uint64))
+    bits = np.random.Philox(
+        key=np.array([seed, stream], dtype=np.uint64), counter=np.array([start, 0, 0, 0], dtype=np.uint64)
+    )
     return (bits.random_raw(count * words) >> np.uint64(11)).reshape(count, words) * 2.0**-53
 
 
@@ -232,7 +245,11 @@ class MQARRows(Dataset):
         cuts = [0, *(j for j in range(1, len(indices)) if indices[j] != indices[j - 1] + 1), len(indices)]
         parts = [self.task.rows(self.seed, self.split, indices[a], b - a) for a, b in zip(cuts, cuts[1:])]
         tokens, targets = (torch.from_numpy(np.concatenate(p) if len(p) > 1 else p[0]) for p in zip(*parts))
-        return {"tokens": tokens, "targets": targets, "target_count": torch.tensor(self._target_count(indices[0], targets))}
+        return {
+            "tokens": tokens,
+            "targets": targets,
+            "target_count": torch.tensor(self._target_count(indices[0], targets)),
+        }
 
     def _target_count(self, index: int, targets: torch.Tensor) -> int:
         if self.rows_per_step is None:

@@ -1,12 +1,14 @@
 """Documents packed into rows: an endless stream of whole epochs, addressed by arithmetic.
 
-The stream of epoch `e` is the documents (each BOS t1 … tn EOS) in a permutation seeded by (seed, e), concatenated; epochs follow each
-other without a gap. Row `i` is stream[i*T : (i+1)*T], so every token is in exactly one row, whatever the ranks. The target of a
-position is the next token of its own document; the EOS position has none. Nothing is stored but prefix sums: a row, its document
-boundaries and a step's number of targets follow from the row's index alone.
+The stream of epoch `e` is the documents (each BOS t1 … tn EOS) in a permutation seeded by (seed, e), concatenated;
+epochs follow each other without a gap. Row `i` is stream[i*T : (i+1)*T], so every token is in exactly one row, whatever
+the ranks. The target of a position is the next token of its own document; the EOS position has none. Nothing is stored
+but prefix sums: a row, its document boundaries and a step's number of targets follow from the row's index alone.
 
-With lanes (state carried over), blocks of K*R*T stream tokens, about an epoch each, are cut into R contiguous lanes of K rows: step `s`
-reads row `s mod K` of every lane of block `s // K`, so a lane's rows follow each other from step to step. A lane starts each block fresh.
+With lanes (state carried over), blocks of K*R*T stream tokens, about an epoch each, are cut into R contiguous lanes of
+K rows: step `s` reads row `s mod K` of every lane of block `s // K`, so a lane's rows follow each other from step to
+step. A lane starts each block fresh. A block need not end where an epoch does, so nothing is dropped, padded or read
+twice.
 """
 
 from dataclasses import dataclass
@@ -73,7 +75,10 @@ class DocumentStream:
         return offset == 0 or bool(ends[np.searchsorted(ends, offset)] == offset)
 
     def read(self, first: int, count: int) -> Piece:
-        """The stretch [first, first+count) with its targets; one token beyond it is read where its last position has a target."""
+        """The stretch [first, first+count) and its targets.
+
+        One token beyond the stretch is read where its last position has a target.
+        """
         tokens = np.empty(count, dtype=np.int64)
         targets = np.empty(count, dtype=np.int64)
         starts, done = [], 0
@@ -99,7 +104,9 @@ class DocumentStream:
 class RowLayout:
     """Which stretch of the stream a global sample index stands for.
 
-    row_tokens: T. lanes: rows per step R for carried state, None for rows in stream order. lane_rows: K, rows of a lane in a block.
+    row_tokens: T.
+    lanes: rows per step R for carried state; None: rows in stream order.
+    lane_rows: K, rows of a lane in a block.
     """
 
     row_tokens: int

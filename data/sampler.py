@@ -32,7 +32,8 @@ def plan_batches(global_batch_tokens: int, row_tokens: int, micro_batch_rows: in
     """Derive the accumulation from the global batch in tokens. Raises ValueError where it does not divide evenly."""
     if row_tokens < 1 or world_size < 1 or global_batch_tokens < 1:
         raise ValueError(
-            f"global_batch_tokens ({global_batch_tokens}), row length ({row_tokens}) and world size ({world_size}) must be at least 1"
+            f"global_batch_tokens ({global_batch_tokens}), row length ({row_tokens}) and world size ({world_size}) "
+            "must be at least 1"
         )
     rows, rest = divmod(global_batch_tokens, row_tokens)
     if rest:
@@ -44,8 +45,10 @@ def plan_batches(global_batch_tokens: int, row_tokens: int, micro_batch_rows: in
         if rows % world_size:
             up = -(-rows // world_size) * world_size
             raise ValueError(
-                f"{rows} rows per optimizer step ({global_batch_tokens} tokens / {row_tokens}) cannot be shared evenly by {world_size} ranks: "
-                f"set global_batch_tokens to {up * row_tokens} ({up} rows), or run on a number of ranks that divides {rows}"
+                f"{rows} rows per optimizer step ({global_batch_tokens} tokens / {row_tokens}) cannot be shared "
+                f"evenly by {world_size} ranks: "
+                f"set global_batch_tokens to {up * row_tokens} ({up} rows), or run on a number of ranks that divides "
+                f"{rows}"
             )
         return BatchPlan(rows, rows // world_size, 1)
     if micro_batch_rows < 1:
@@ -56,7 +59,8 @@ def plan_batches(global_batch_tokens: int, row_tokens: int, micro_batch_rows: in
         mend = f"set micro_batch_rows to one of {fits[-8:]}" if fits else "change the number of ranks"
         up = -(-rows // together) * together
         raise ValueError(
-            f"{rows} rows per optimizer step ({global_batch_tokens} tokens / {row_tokens}) are not a multiple of micro_batch_rows {micro_batch_rows} "
+            f"{rows} rows per optimizer step ({global_batch_tokens} tokens / {row_tokens}) are not a multiple of "
+            f"micro_batch_rows {micro_batch_rows} "
             f"x {world_size} ranks: {mend}, or global_batch_tokens to {up * row_tokens} ({up} rows)"
         )
     return BatchPlan(rows, micro_batch_rows, rows // together)
@@ -69,7 +73,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
     iteration starts at the step that `current_step()` returns when iteration begins.
     """
 
-    def __init__(self, plan: BatchPlan, world_size: int, rank: int, max_steps: int, current_step: Callable[[], int]) -> None:
+    def __init__(
+        self, plan: BatchPlan, world_size: int, rank: int, max_steps: int, current_step: Callable[[], int]
+    ) -> None:
         self.plan, self.world_size, self.rank = plan, world_size, rank
         self.max_steps, self.current_step = max_steps, current_step
         self.batch_size = plan.micro_rows  # read by the DeepSpeed strategy
@@ -88,8 +94,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
 class RowBatches(Sampler[list[int]]):
     """A validation set's rows in order, in batches of `batch_rows`, shared by the ranks.
 
-    Where the rows divide evenly each rank reads its own contiguous share; otherwise every rank reads all of them. Either
-    way each rank runs the same number of batches and a sum/count mean over ranks counts no row more than another.
+    Where the rows divide evenly each rank reads its own contiguous share; otherwise every rank reads all of them.
+    Either way each rank runs the same number of batches, and a sum/count mean over ranks weighs every row alike.
     """
 
     def __init__(self, rows: int, batch_rows: int, world_size: int, rank: int) -> None:
@@ -110,7 +116,7 @@ def _as_is(batch: Any) -> Any:
 
 
 class _StatelessLoader(DataLoader):
-    """Tells the trainer that the loader resumes; its position is the restored global step, so there is nothing to save."""
+    """Tells the trainer that the loader resumes: its position is the restored global step, nothing is to be saved."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -131,7 +137,9 @@ class SampledDataModule(pl.LightningDataModule):
     val_names: list[str]
     fingerprint: str
 
-    def __init__(self, global_batch_tokens: int, micro_batch_rows: int | None, val_batch_rows: int, num_workers: int, seed: int) -> None:
+    def __init__(
+        self, global_batch_tokens: int, micro_batch_rows: int | None, val_batch_rows: int, num_workers: int, seed: int
+    ) -> None:
         super().__init__()
         if num_workers < 0:
             raise ValueError(f"num_workers must be 0 or more, got {num_workers}")
@@ -174,14 +182,22 @@ class SampledDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         trainer = self.trainer
         if trainer is None or trainer.max_steps < 1:
-            raise ValueError("the training data is endless: attach a trainer with max_steps >= 1 (trainer.max_steps sets the run's length)")
+            raise ValueError(
+                "the training data is endless: attach a trainer with max_steps >= 1 (trainer.max_steps sets the "
+                "run's length)"
+            )
         world_size, rank = self._ranks
         plan = self.batch_plan(world_size)
-        return self._loader(self.train_set(plan), GlobalBatchSampler(plan, world_size, rank, trainer.max_steps, lambda: trainer.global_step))
+        return self._loader(
+            self.train_set(plan),
+            GlobalBatchSampler(plan, world_size, rank, trainer.max_steps, lambda: trainer.global_step),
+        )
 
     def val_dataloader(self) -> list[DataLoader]:
         world_size, rank = self._ranks
-        return [self._loader(rows, RowBatches(len(rows), self.val_batch_rows, world_size, rank)) for rows in self.val_sets()]
+        return [
+            self._loader(rows, RowBatches(len(rows), self.val_batch_rows, world_size, rank)) for rows in self.val_sets()
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """`samples`: samples trained so far, by all ranks. The rest is there to be checked on resume."""
@@ -195,7 +211,14 @@ class SampledDataModule(pl.LightningDataModule):
         for what, here, mend in (
             ("fingerprint", self.fingerprint, "resume with the same data settings and store, or start a new run"),
             ("seed", self.seed, "set the data seed to the checkpoint's, or start a new run"),
-            ("rows_per_step", rows, "set global_batch_tokens to the checkpoint's rows x row length, or start a new run"),
+            (
+                "rows_per_step",
+                rows,
+                "set global_batch_tokens to the checkpoint's rows x row length, or start a new run",
+            ),
         ):
             if state_dict[what] != here:
-                raise ValueError(f"the checkpoint was trained on data with {what} [{state_dict[what]}], this run has [{here}]: {mend}")
+                raise ValueError(
+                    f"the checkpoint was trained on data with {what} [{state_dict[what]}], this run has [{here}]: "
+                    f"{mend}"
+                )

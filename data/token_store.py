@@ -7,8 +7,8 @@
     STORE/heldout.npy          bool [D], documents kept out of training
     STORE/store.json           settings, totals, hashes, file sizes; written last, its presence marks a complete store
 
-A store is written in `STORE.partial` and renamed when complete, so a run killed at any moment leaves nothing that could be taken
-for a store. Documents are held out by the hash of their text: the same ones in any order, copies on the same side.
+A store is written in `STORE.partial` and renamed when complete, so a run killed at any moment leaves nothing that could
+be taken for a store. Documents are held out by the hash of their text: the same ones in any order, copies on one side.
 """
 
 import fcntl
@@ -18,7 +18,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from data.corpus import Corpus, Document
+from data.progress import Progress
 from data.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
 
 FORMAT = 1
@@ -69,8 +69,8 @@ class StoreRequest:
 class TokenStore:
     """A complete store, opened and checked.
 
-    Raises FileNotFoundError where there is none and ValueError where it is half-written, truncated, or holds another tokenizer
-    than the one it was made with.
+    Raises FileNotFoundError where there is none and ValueError where it is half-written, truncated, or holds another
+    tokenizer than the one it was made with.
     """
 
     path: Path
@@ -80,19 +80,29 @@ class TokenStore:
         self.path = Path(self.path)
         again = f"remove {self.path} and run `python -m recipes.prepare --out {self.path}` again"
         if not self.path.is_dir():
-            raise FileNotFoundError(f"no token store at {self.path}: make one with `python -m recipes.prepare --out {self.path}`")
+            raise FileNotFoundError(
+                f"no token store at {self.path}: make one with `python -m recipes.prepare --out {self.path}`"
+            )
         try:
             self.info = json.loads((self.path / "store.json").read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             raise ValueError(f"the token store {self.path} is half-written (no complete store.json): {again}") from None
         if self.info.get("format") != FORMAT:
-            raise ValueError(f"the token store {self.path} has format {self.info.get('format')}, this version reads {FORMAT}: {again}")
+            raise ValueError(
+                f"the token store {self.path} has format {self.info.get('format')}, this version reads {FORMAT}: "
+                f"{again}"
+            )
         for name, size in self.info["files"].items():
             found = (self.path / name).stat().st_size if (self.path / name).exists() else 0
             if found != size:
-                raise ValueError(f"the token store {self.path} is truncated: {name} has {found} bytes, expected {size}: {again}")
+                raise ValueError(
+                    f"the token store {self.path} is truncated: {name} has {found} bytes, expected {size}: {again}"
+                )
         if _sha(self.tokenizer_path.read_bytes()) != self.info["tokenizer_sha256"]:
-            raise ValueError(f"the token store {self.path} was made with another tokenizer than its tokenizer.model: put the original back, or {again}")
+            raise ValueError(
+                f"the token store {self.path} was made with another tokenizer than its tokenizer.model: put the "
+                f"original back, or {again}"
+            )
 
     def __getstate__(self) -> dict:  # a worker maps the files itself instead of receiving a copy of the tokens
         return {"path": self.path, "info": self.info}
@@ -131,10 +141,13 @@ class TokenStore:
         return np.load(self.path / "heldout.npy")
 
 
-def prepare_store(path: str | Path, request: StoreRequest, workers: int | None = None, check_content: bool = False) -> tuple[TokenStore, bool]:
+def prepare_store(
+    path: str | Path, request: StoreRequest, workers: int | None = None, check_content: bool = False
+) -> tuple[TokenStore, bool]:
     """Make the store, or open an equal one that is there already; returns it and whether it was made now.
 
-    workers: tokenising processes, default one per core. check_content: compare the corpus's content too, not the settings alone.
+    workers: tokenising processes, default one per core.
+    check_content: compare the content of the corpus as well as the settings.
     Raises ValueError where another store is there: nothing is overwritten.
     """
     path = Path(path)
@@ -159,12 +172,19 @@ def _open_equal(path: Path, request: StoreRequest, check_content: bool) -> Token
     store = TokenStore(path)
     wanted, there = request.settings(), store.info["settings"]
     different = [f"{k} {there.get(k)!r} there, {wanted[k]!r} asked for" for k in wanted if there.get(k) != wanted[k]]
-    if request.tokenizer is not None and not different and _sha(_read_model(request.tokenizer)) != store.info["tokenizer_sha256"]:
+    if (
+        request.tokenizer is not None
+        and not different
+        and _sha(_read_model(request.tokenizer)) != store.info["tokenizer_sha256"]
+    ):
         different = [f"tokenizer {request.tokenizer} has changed since"]
     if check_content and not different and request.corpus.identity() != store.info["corpus_identity"]:
         different = ["the corpus has changed since"]
     if different:
-        raise ValueError(f"{store.path} holds another token store ({'; '.join(different)}): choose another folder, or remove this one")
+        raise ValueError(
+            f"{store.path} holds another token store ({'; '.join(different)}): choose another folder, or remove this "
+            "one"
+        )
     return store
 
 
@@ -194,7 +214,10 @@ def _write(folder: Path, request: StoreRequest, workers: int) -> None:
     if request.tokenizer is not None:
         tokenizer = Tokenizer(_read_model(request.tokenizer))
         if request.vocab_size not in (None, len(tokenizer)):
-            raise ValueError(f"{request.tokenizer} has {len(tokenizer)} tokens, vocab_size asks for {request.vocab_size}: set vocab_size to null or {len(tokenizer)}")
+            raise ValueError(
+                f"{request.tokenizer} has {len(tokenizer)} tokens, vocab_size asks for {request.vocab_size}: set "
+                f"vocab_size to null or {len(tokenizer)}"
+            )
     else:
         tokenizer = train_tokenizer((d.text for d in corpus), request.vocab_size, request.tokenizer_bytes)
     with open(folder / "tokenizer.model", "wb") as file:
@@ -202,7 +225,7 @@ def _write(folder: Path, request: StoreRequest, workers: int) -> None:
         _sync(file)
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
     lengths, sizes, hashes, texts_sha = [], [], [], hashlib.sha256()
-    with open(folder / "tokens.bin", "wb") as file, _Progress(corpus.total_bytes) as progress:
+    with open(folder / "tokens.bin", "wb") as file, Progress(corpus.total_bytes) as progress:
         for documents in _tokenise(corpus, tokenizer, workers):
             for ids, size, sha in documents:
                 file.write(ids.astype(dtype).tobytes())
@@ -243,7 +266,9 @@ def _write(folder: Path, request: StoreRequest, workers: int) -> None:
         _sync(file)
 
 
-def _tokenise(corpus: Iterable[Document], tokenizer: Tokenizer, workers: int) -> Iterator[list[tuple[np.ndarray, int, bytes]]]:
+def _tokenise(
+    corpus: Iterable[Document], tokenizer: Tokenizer, workers: int
+) -> Iterator[list[tuple[np.ndarray, int, bytes]]]:
     """(tokens with BOS and EOS, bytes, SHA-256) of every document in order, in groups."""
     groups = _groups(corpus)
     first = next(groups, [])
@@ -311,7 +336,10 @@ def _hold_out(hashes: np.ndarray, share: float) -> np.ndarray:
     if share == 0:
         return np.zeros(len(hashes), dtype=bool)
     if len(np.unique(hashes)) < 2:
-        raise ValueError(f"the corpus has {len(np.unique(hashes))} distinct document, a held-out split needs at least 2: add documents, or set heldout to 0")
+        raise ValueError(
+            f"the corpus has {len(np.unique(hashes))} distinct document, a held-out split needs at least 2: add "
+            "documents, or set heldout to 0"
+        )
     heldout = hashes < np.uint64(min(int(share * 2**64), 2**64 - 1))
     if not heldout.any():
         return hashes == hashes.min()
@@ -321,14 +349,23 @@ def _hold_out(hashes: np.ndarray, share: float) -> np.ndarray:
 def _check_boundaries(path: Path, dtype: np.dtype, offsets: np.ndarray) -> None:
     # Every document starts with BOS and ends with EOS, and neither is anywhere else.
     tokens = np.memmap(path, dtype=dtype, mode="r")
-    marks = sum(int((tokens[i : i + (1 << 24)] == mark).sum()) for i in range(0, len(tokens), 1 << 24) for mark in (BOS, EOS))
-    if not ((tokens[offsets[:-1]] == BOS).all() and (tokens[offsets[1:] - 1] == EOS).all() and marks == 2 * (len(offsets) - 1)):
+    marks = sum(
+        int((tokens[i : i + (1 << 24)] == mark).sum()) for i in range(0, len(tokens), 1 << 24) for mark in (BOS, EOS)
+    )
+    if not (
+        (tokens[offsets[:-1]] == BOS).all()
+        and (tokens[offsets[1:] - 1] == EOS).all()
+        and marks == 2 * (len(offsets) - 1)
+    ):
         raise ValueError(f"{path}: documents are not separated by BOS and EOS; remove the folder and prepare again")
 
 
 def _read_model(path: str) -> bytes:
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"no SentencePiece model at {path}: give the path of a tokenizer.model, or leave tokenizer null to train one")
+        raise FileNotFoundError(
+            f"no SentencePiece model at {path}: give the path of a tokenizer.model, or leave tokenizer null to train "
+            "one"
+        )
     return Path(path).read_bytes()
 
 
@@ -339,46 +376,3 @@ def _sync(file) -> None:
 
 def _sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-class _Progress:
-    """A bar on a terminal, otherwise a plain line every ten seconds and one at the end."""
-
-    def __init__(self, total: int | None) -> None:
-        self.total, self.bytes, self.documents, self.tokens = total, 0, 0, 0
-        self.started = self.said = time.monotonic()
-        self.bar = None
-
-    def __enter__(self) -> "_Progress":
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-            columns = TextColumn("Tokenising"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-            self.bar = Progress(*columns, console=Console(stderr=True))
-            self.task = self.bar.add_task("", total=self.total)
-            self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-        elif error[0] is None:
-            self._say()
-
-    def advance(self, size: int, tokens: int) -> None:
-        self.bytes, self.documents, self.tokens = self.bytes + size, self.documents + 1, self.tokens + tokens
-        if self.bar is not None:
-            self.bar.advance(self.task, size)
-        elif time.monotonic() - self.said > 10:
-            self._say()
-
-    def _say(self) -> None:
-        self.said = time.monotonic()
-        share = f" ({self.bytes / self.total:.0%})" if self.total else ""
-        print(
-            f"Tokenised {self.documents:,} documents, {self.bytes / 1e6:.1f} MB{share}, {self.tokens:,} tokens "
-            f"in {self.said - self.started:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )

@@ -1,7 +1,7 @@
 """A lossless SentencePiece tokenizer: BPE with byte fallback, no normalisation, no dummy prefix.
 
-Every token but UNK, BOS and EOS stands for a fixed string of bytes, so a text's bytes are the concatenation of its tokens' bytes,
-and bits per byte can be summed exactly. UNK is never produced.
+Every token but UNK, BOS and EOS stands for a fixed string of bytes, so a text's bytes are the concatenation of its
+tokens' bytes, and bits per byte can be summed exactly. UNK is never produced.
 """
 
 import io
@@ -28,13 +28,21 @@ class Tokenizer:
         try:
             self._processor = spm.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise ValueError(f"not a readable SentencePiece model ({error}): train one with `python -m recipes.prepare`") from None
+            raise ValueError(
+                f"not a readable SentencePiece model ({error}): train one with `python -m recipes.prepare`"
+            ) from None
         p = self._processor
         if (p.unk_id(), p.bos_id(), p.eos_id()) != (UNK, BOS, EOS):
-            raise ValueError(f"the tokenizer has unk, bos, eos = {p.unk_id()}, {p.bos_id()}, {p.eos_id()}; expected 0, 1, 2: train one with `python -m recipes.prepare`")
+            raise ValueError(
+                f"the tokenizer has unk, bos, eos = {p.unk_id()}, {p.bos_id()}, {p.eos_id()}; expected 0, 1, 2: "
+                "train one with `python -m recipes.prepare`"
+            )
         byte_ids = [i for i in range(_SPECIAL, len(self)) if p.is_byte(i)]
         if len(byte_ids) != 256:
-            raise ValueError(f"the tokenizer has {len(byte_ids)} byte tokens, expected 256 (byte fallback): train one with `python -m recipes.prepare`")
+            raise ValueError(
+                f"the tokenizer has {len(byte_ids)} byte tokens, expected 256 (byte fallback): train one with "
+                "`python -m recipes.prepare`"
+            )
         self._space_ids = [byte_ids[b] for b in _SPACE.encode()]
 
     def __len__(self) -> int:
@@ -70,7 +78,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids; BOS and EOS give nothing, bytes that are not UTF-8 (a cut character) the replacement character."""
+        """The text of the ids; BOS and EOS give nothing, a cut character's bytes the replacement character."""
         return b"".join(map(self.token_bytes.__getitem__, ids)).decode("utf-8", errors="replace")
 
 
@@ -78,7 +86,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_bytes: int) -> To
     """Train on the first `max_bytes` of the texts. Raises ValueError where the vocabulary does not fit the corpus."""
     least = 256 + _SPECIAL + 1
     if vocab_size <= least:
-        raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 3 special tokens need more than {least}; use 512 or more")
+        raise ValueError(
+            f"vocab_size {vocab_size} is too small: 256 bytes and 3 special tokens need more than {least}; use 512 "
+            "or more"
+        )
     model = io.BytesIO()
     try:
         spm.SentencePieceTrainer.train(
@@ -100,7 +111,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_bytes: int) -> To
         )
     except RuntimeError as error:
         reason = str(error).split("] ")[-1].split(" Increase")[0].strip()
-        raise ValueError(f"vocab_size {vocab_size} does not fit this corpus ({reason}): choose another, or a larger corpus") from None
+        raise ValueError(
+            f"vocab_size {vocab_size} does not fit this corpus ({reason}): choose another, or a larger corpus"
+        ) from None
     return Tokenizer(model.getvalue())
 
 

@@ -1,7 +1,7 @@
 """Make a token store from raw text: train a tokenizer, tokenise, hold documents out.
 
-    python -m recipes.prepare                                  # the built-in corpus into stores/sotu-4k
-    python -m recipes.prepare --source 'books/*.txt' --vocab_size 16384 --out stores/books-16k
+python -m recipes.prepare                                  # the built-in corpus into stores/sotu-4k
+python -m recipes.prepare --source 'books/*.txt' --vocab_size 16384 --out stores/books-16k
 """
 
 import sys
@@ -37,11 +37,21 @@ def main(args: list[str] | None = None) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="python -m recipes.prepare", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--source", nargs="+", default=["sotu"], help="sotu (built in), files, folders or globs of .txt/.jsonl/.parquet, or hf:NAME")
+    add(
+        "--source",
+        nargs="+",
+        default=["sotu"],
+        help="sotu (built in), files, folders or globs of .txt/.jsonl/.parquet, or hf:NAME",
+    )
     add("--out", default=DEFAULT_OUT, help="folder of the store; never overwritten, an equal one is reused")
     add("--vocab_size", type=int | None, help=f"tokens of the tokenizer to train (default {DEFAULT_VOCAB})")
     add("--tokenizer", type=str | None, help="path of a SentencePiece model to use instead of training one")
-    add("--heldout", type=float, default=0.05, help="share of documents kept for validation, chosen by the hash of their text")
+    add(
+        "--heldout",
+        type=float,
+        default=0.05,
+        help="share of documents kept for validation, chosen by the hash of their text",
+    )
     add("--text_column", default="text", help="field of .jsonl, .parquet and Hugging Face rows that holds the text")
     add("--subset", type=str | None, help="configuration of a Hugging Face data set")
     add("--split", default="train", help="split of a Hugging Face data set")
@@ -60,7 +70,10 @@ def _report(store: TokenStore, made: bool, request: StoreRequest) -> None:
     for name, row in (("training", [w - h for w, h in zip(whole, held_out)]), ("held out", held_out), ("all", whole)):
         table.add_row(name, *(f"{n:,}" for n in row), f"{row[2] / row[1]:.2f}" if row[1] else "-")
     Console().print(table)
-    print(f"vocabulary {store.vocab_size:,}, {info['dtype']}; held out {held_out[2] / whole[2]:.1%} of the bytes; fingerprint {store.fingerprint}")
+    print(
+        f"vocabulary {store.vocab_size:,}, {info['dtype']}; held out {held_out[2] / whole[2]:.1%} of the bytes; "
+        f"fingerprint {store.fingerprint}"
+    )
     command = "python -m recipes.pretrain --config configs/longdoc-tiny.yaml"
     if request != StoreRequest(Corpus(("sotu",))) or str(store.path) != DEFAULT_OUT:
         command += f" --data.store {store.path} --data.source null --data.vocab_size {store.vocab_size}"

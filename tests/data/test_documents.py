@@ -11,14 +11,23 @@ from lightning.pytorch import Trainer
 from data.documents import DocumentsDataModule
 from data.tokenizer import BOS, EOS
 
-TEXTS = [f"doc {i}: " + " ".join(f"w{i * j % 17}é line" for j in range(2 + i * 7 % 40)) + " 😀" * (i % 2) for i in range(30)]
+TEXTS = [
+    f"doc {i}: " + " ".join(f"w{i * j % 17}é line" for j in range(2 + i * 7 % 40)) + " 😀" * (i % 2) for i in range(30)
+]
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
-    return dict(store=str(folder / "store"), source=str(folder / "texts.jsonl"), vocab_size=300, heldout=0.2, row_tokens=32, global_batch_tokens=128)
+    return dict(
+        store=str(folder / "store"),
+        source=str(folder / "texts.jsonl"),
+        vocab_size=300,
+        heldout=0.2,
+        row_tokens=32,
+        global_batch_tokens=128,
+    )
 
 
 def ready(settings, **changes):
@@ -100,7 +109,9 @@ def test_held_out_documents_are_read_whole(settings, row_tokens, batch_rows):
     for batch in batches:
         valid = batch["targets"] != -100
         assert batch["target_count"] == valid.sum() and batch["target_bytes"].dtype == torch.int64
-        assert (batch["target_bytes"][~valid] == 0).all() and (batch["target_bytes"][batch["targets"] == EOS] == 0).all()
+        assert (batch["target_bytes"][~valid] == 0).all() and (
+            batch["target_bytes"][batch["targets"] == EOS] == 0
+        ).all()
         assert batch["cu_seqlens"][-1] == batch["tokens"].numel()
         assert all(targets[:-1] == tokens[1:] for tokens, targets in segments(batch) if any(t != -100 for t in targets))
     text = data.store.tokenizer.decode([t for b in batches for t in b["targets"].flatten().tolist() if t != -100])
@@ -122,7 +133,9 @@ def test_vocabulary_is_known_before_and_after_preparation(settings, tmp_path):
     ready(fresh)
     assert DocumentsDataModule(**{**fresh, "vocab_size": None, "source": None}).vocab_size == 300
     with pytest.raises(FileNotFoundError, match="no token store at .*recipes.prepare"):
-        DocumentsDataModule(**{**settings, "store": str(tmp_path / "none"), "vocab_size": None, "source": None}).vocab_size
+        DocumentsDataModule(
+            **{**settings, "store": str(tmp_path / "none"), "vocab_size": None, "source": None}
+        ).vocab_size
 
 
 def test_refusals(settings, tmp_path):
@@ -151,7 +164,9 @@ def test_no_held_out_documents(settings, tmp_path):
 
 def fitting(data, steps):
     data.prepare_data()
-    data.trainer = Trainer(max_steps=steps, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    data.trainer = Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
     data.setup("fit")
     return data
 
@@ -160,7 +175,11 @@ def test_more_than_four_epochs_draw_a_warning(settings):
     data = ready(settings)
     tokens = int(np.diff(data.store.offsets)[~data.store.heldout].sum())
     enough = 4 * tokens // 128
-    with pytest.warns(UserWarning, match=rf"trains {(enough + 40) * 128:,} tokens on a corpus of {tokens:,}: {(enough + 40) * 128 / tokens:.1f} epochs"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"trains {(enough + 40) * 128:,} tokens on a corpus of {tokens:,}: "
+        rf"{(enough + 40) * 128 / tokens:.1f} epochs",
+    ):
         fitting(DocumentsDataModule(**settings), enough + 40)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

