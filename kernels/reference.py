@@ -114,7 +114,7 @@ def _features(x: Tensor, feature_map: str) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / torch.where(norm > 0, norm, 1)
+    return x * torch.where(norm > 0, 1 / torch.where(norm > 0, norm, 1), 0)  # a zero vector: zero, gradient zero
 
 
 def _norm(x: Tensor | None) -> Tensor | None:

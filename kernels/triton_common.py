@@ -1,0 +1,171 @@
+"""What the Triton kernels share: the chunk tables of a call, matmul precision, feature maps and unit rows.
+
+Every call, dense or packed, is seen as `rows` sequences on one line of tokens: [B, T, H, D] is read as [B*T, H, D] and a
+table says where each sequence, each stretch and each chunk begins and ends. Kernels walk these tables, so that lengths
+are never part of a compiled kernel.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 64  # tokens a chunk of the memory; a multiple of the 16-row leaf
+LEAF = 16  # tokens between two updates of A
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a call computes. Sums are always float32 or wider; this is about matmul inputs and what is stored between kernels.
+
+    memory: matmul inputs of the delta rule, "bf16", "tf32", "tf32x3" or "ieee".  solve: of its triangular inverse.
+    direction: of A, "tf32x3" or "ieee".  wide: A, Gram sums and the products with A in float64.
+    store: dtype of intermediates that later kernels read.
+    """
+
+    memory: str
+    solve: str
+    direction: str
+    wide: bool
+    store: torch.dtype
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Places on the line of tokens, int32, on the device. stretch: a run of chunks that starts from its own inverse.
+
+    chunks [NC, 3]: first token, end (exclusive), sequence.  stretches [NS, 3]: likewise.
+    sequences [N, 4]: first chunk, end chunk, first stretch, end stretch.
+    """
+
+    chunks: Tensor
+    stretches: Tensor
+    sequences: Tensor
+    tokens: int
+
+
+@lru_cache(maxsize=32)
+def tables(rows: int, tokens: int, bounds: tuple[int, ...] | None, stretch: int, device: torch.device) -> Tables:
+    """The tables of a call: bounds = cu_seqlens as numbers, None for dense; stretch = tokens, a multiple of CHUNK."""
+    edges = torch.arange(rows + 1, dtype=torch.int64) * tokens if bounds is None else torch.tensor(bounds)
+    start, end = edges[:-1], edges[1:]
+
+    def cut(size: int):
+        counts = (end - start + size - 1) // size
+        after = counts.cumsum(0)
+        owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        first = start[owner] + (torch.arange(len(owner)) - (after - counts)[owner]) * size
+        return torch.stack([first, torch.minimum(first + size, end[owner]), owner], 1), after - counts, after
+
+    chunks, chunk_first, chunk_end = cut(CHUNK)
+    stretches, stretch_first, stretch_end = cut(stretch)
+    sequences = torch.stack([chunk_first, chunk_end, stretch_first, stretch_end], 1)
+    return Tables(*(x.to(device, torch.int32).contiguous() for x in (chunks, stretches, sequences)), int(edges[-1]))
+
+
+@triton.jit
+def dot(a, b, P: tl.constexpr):
+    """a @ b, summed in float32, with inputs as precise as P says."""
+    if P == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=P)
+
+
+@triton.jit
+def places(token, end, head, H, D: tl.constexpr, C: tl.constexpr):
+    """Offsets [C, D] of the rows from `token` on in a [tokens, H, D] tensor, and which exist, [C, 1]."""
+    row = token + tl.arange(0, C)
+    offsets = (row.to(tl.int64) * H + head)[:, None] * D + tl.arange(0, D)[None, :]
+    return offsets, (row < end)[:, None]
+
+
+@triton.jit
+def load(pointer, offsets, mask):
+    """Load as float32, zero outside."""
+    return tl.load(pointer + offsets, mask=mask, other=0).to(tl.float32)
+
+
+@triton.jit
+def feature(x, mask, F: tl.constexpr):
+    """φ(x), zero in rows that do not exist."""
+    if F == "elu1":
+        y = tl.where(x > 0, x + 1, tl.exp(tl.minimum(x, 0.0)))
+    elif F == "silu":
+        y = x * tl.sigmoid(x)
+    else:
+        y = x
+    return tl.where(mask, y, 0.0)
+
+
+@triton.jit
+def feature_slope(x, F: tl.constexpr):
+    """φ'(x)."""
+    if F == "elu1":
+        return tl.where(x > 0, 1.0, tl.exp(tl.minimum(x, 0.0)))
+    elif F == "silu":
+        s = tl.sigmoid(x)
+        return s * (1 + x * (1 - s))
+    else:
+        return tl.full(x.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def inverse_norm(x):
+    """1/‖row‖, zero for zero rows, [C]."""
+    square = tl.sum(x * x, 1)
+    return tl.where(square > 0, 1 / tl.sqrt(tl.where(square > 0, square, 1.0)), 0.0)
+
+
+@triton.jit
+def unit_rows(x):
+    return x * inverse_norm(x)[:, None]
+
+
+@triton.jit
+def unit_rows_gradient(x, dy):
+    """Gradient of unit_rows at x for the gradient dy of its result."""
+    scale = inverse_norm(x)
+    y = x * scale[:, None]
+    return (dy - y * tl.sum(y * dy, 1)[:, None]) * scale[:, None]
+
+
+@triton.jit
+def scan_kernel(x, initial, total, sequences, H, SIZE, COLUMN: tl.constexpr, REVERSE: tl.constexpr,
+                HAS_INITIAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Exclusive sums along each sequence, in place, on top of `initial`; the sums with the last one to `total`."""
+    blocks = (SIZE + BLOCK - 1) // BLOCK
+    program = tl.program_id(0).to(tl.int64)
+    place = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    line = program // blocks  # sequence * H + head
+    sequence, head = line // H, line % H
+    first = tl.load(sequences + sequence * 4 + COLUMN)
+    end = tl.load(sequences + sequence * 4 + COLUMN + 1)
+    mask = place < SIZE
+    carry = tl.zeros([BLOCK], x.dtype.element_ty)
+    if HAS_INITIAL:
+        carry += tl.load(initial + line * SIZE + place, mask=mask, other=0).to(carry.dtype)
+    for i in range(0, end - first):
+        at = end - 1 - i if REVERSE else first + i
+        pointer = x + (at.to(tl.int64) * H + head) * SIZE + place
+        value = tl.load(pointer, mask=mask, other=0)
+        tl.store(pointer, carry, mask=mask)
+        carry += value
+    tl.store(total + line * SIZE + place, carry, mask=mask)
+
+
+def scan(x: Tensor, table: Tables, column: int, initial: Tensor | None = None, reverse: bool = False) -> Tensor:
+    """Turn x [NC or NS, H, ...] into its exclusive sums along each sequence, in place; returns the totals [N, H, ...].
+
+    column: 0 for a tensor by chunks, 2 by stretches. reverse: sums of what comes later. initial: [N, H, ...].
+    """
+    total = x.new_empty(len(table.sequences), *x.shape[1:])
+    heads, size = x.shape[1], x[0, 0].numel()
+    block = min(1024, triton.next_power_of_2(size))
+    grid = (len(table.sequences) * heads * triton.cdiv(size, block),)
+    scan_kernel[grid](x, initial, total, table.sequences, heads, size, COLUMN=column, REVERSE=reverse,
+                      HAS_INITIAL=initial is not None, BLOCK=block, num_warps=4)
+    return total

@@ -1,0 +1,257 @@
+"""The memory S_t = e^g S + β e wᵀ with e = v − e^g S κ, read at every token: forward, chunk-parallel, in Triton (DESIGN §2).
+
+With N = tril(D ⊙ K Wᵀ, −1), D_ts = e^{G_t − G_s}, T = (I + diag(β) N)⁻¹ and H = Sᵀ, a chunk that starts from H₀ writes
+E = diag(β) e = Y − Z H₀ with Y = T diag(β) V and Z = T diag(β e^G) K. Three kernels: `solve` (T, Y, Z of all chunks),
+`carry` (H₀ and E, chunk after chunk), `read` (o of all chunks). Rules that erase nothing have E = V and no `solve`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton_common import CHUNK, Precision, Tables, dot, feature, load, places, scan, unit_rows
+
+SMALLEST_BETA = 1e-7  # stands in for β nearer to 0, so that e = E/β can be had back; below float32's own rounding of e
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where a rule takes its keys and queries from. k, q raw; w (write keys) and r (queries), None: from k and from q.
+
+    unit: keys are k̂, else φ(k). erase: the rule has an erase key.
+    """
+
+    q: Tensor
+    k: Tensor
+    w: Tensor | None
+    r: Tensor | None
+    unit: bool
+    erase: bool
+    feature_map: str
+
+
+@triton.jit
+def load_key(k, offsets, mask, F: tl.constexpr, UNIT: tl.constexpr):
+    x = feature(load(k, offsets, mask), mask, F)
+    if UNIT:
+        x = unit_rows(x)
+    return x
+
+
+@triton.jit
+def load_decay(g, token, end, head, H, C: tl.constexpr, HAS_G: tl.constexpr):
+    """G = cumsum(g) in the chunk, [C], and its last value; rows past the end repeat it."""
+    if HAS_G:
+        row = token + tl.arange(0, C)
+        value = tl.load(g + row.to(tl.int64) * H + head, mask=row < end, other=0).to(tl.float32)
+        return tl.cumsum(value, 0), tl.sum(value, 0)
+    else:
+        return tl.zeros([C], tl.float32), 0.0
+
+
+@triton.jit
+def load_beta(beta, token, end, head, H, C: tl.constexpr, HAS_BETA: tl.constexpr, SMALLEST: tl.constexpr):
+    if HAS_BETA:
+        row = token + tl.arange(0, C)
+        value = tl.load(beta + row.to(tl.int64) * H + head, mask=row < end, other=1).to(tl.float32)
+        return tl.where(tl.abs(value) < SMALLEST, SMALLEST, value)
+    else:
+        return tl.full([C], 1.0, tl.float32)
+
+
+@triton.jit
+def masked_decay(x, G, keep, HAS_G: tl.constexpr):
+    """keep ⊙ D ⊙ x."""
+    if HAS_G:
+        x = x * tl.exp(tl.where(keep, G[:, None] - G[None, :], 0.0))
+    return tl.where(keep, x, 0.0)
+
+
+@triton.jit
+def unit_lower_inverse(L, C: tl.constexpr, P: tl.constexpr):
+    """(I + L)⁻¹ of a strictly lower [C, C] by exact 2x2 block inverses, doubling the block: never powers of L."""
+    line = tl.arange(0, C)
+    r, c = line[:, None], line[None, :]
+    pair = ((r >> 1) == (c >> 1)) & ((r & 1) == 1) & ((c & 1) == 0)
+    T = tl.where(r == c, 1.0, 0.0) - tl.where(pair, L, 0.0)
+    for level in tl.static_range(1, 6):
+        if (1 << level) < C:
+            pair = ((r >> (level + 1)) == (c >> (level + 1))) & (((r >> level) & 1) == 1) & (((c >> level) & 1) == 0)
+            T -= dot(T, dot(tl.where(pair, L, 0.0), T, P), P)
+    return T
+
+
+@triton.jit
+def solve_kernel(k, w, v, beta, g, inverse, Y, Z, chunks, H, F: tl.constexpr, UNIT: tl.constexpr, HAS_W: tl.constexpr,
+                 HAS_BETA: tl.constexpr, HAS_G: tl.constexpr, SMALLEST: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+                 C: tl.constexpr, P: tl.constexpr, SOLVE: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    chunk, head = program // H, program % H
+    token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+    offsets, mask = places(token, end, head, H, DK, C)
+    K = load_key(k, offsets, mask, F, UNIT)
+    W = load(w, offsets, mask) if HAS_W else K
+    G, _ = load_decay(g, token, end, head, H, C, HAS_G)
+    b = load_beta(beta, token, end, head, H, C, HAS_BETA, SMALLEST)
+    line = tl.arange(0, C)
+    N = masked_decay(dot(K, tl.trans(W), P), G, line[:, None] > line[None, :], HAS_G)
+    T = unit_lower_inverse(N * b[:, None], C, SOLVE)
+    tl.store(inverse + program * C * C + line[:, None] * C + line[None, :], T.to(inverse.dtype.element_ty))
+    left = b * tl.exp(G) if HAS_G else b
+    tl.store(Z + offsets, dot(T, K * left[:, None], P).to(Z.dtype.element_ty), mask=mask)
+    offsets, mask = places(token, end, head, H, DV, C)
+    V = load(v, offsets, mask) * b[:, None]
+    tl.store(Y + offsets, dot(T, V, P).to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def carry_kernel(k, w, v, beta, g, Y, Z, states, initial, final, chunks, sequences, H, F: tl.constexpr,
+                 UNIT: tl.constexpr, HAS_W: tl.constexpr, ERASE: tl.constexpr, HAS_G: tl.constexpr,
+                 HAS_INITIAL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+                 P: tl.constexpr):
+    """Walks a sequence: keeps H at every chunk's start in `states`, turns Y into E in place. One program a block of DV."""
+    program = tl.program_id(0).to(tl.int64)
+    blocks: tl.constexpr = DV // BV
+    column = (program % blocks) * BV + tl.arange(0, BV)
+    line = program // blocks
+    sequence, head = line // H, line % H
+    first, last = tl.load(sequences + sequence * 4), tl.load(sequences + sequence * 4 + 1)
+    square = tl.arange(0, DK)[:, None] * DV + column[None, :]
+    S = tl.zeros([DK, BV], tl.float32)
+    if HAS_INITIAL:
+        S += tl.load(initial + line * DK * DV + square)
+    for chunk in range(first, last):
+        token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+        offsets, mask = places(token, end, head, H, DK, C)
+        row = token + tl.arange(0, C)
+        values = (row.to(tl.int64) * H + head)[:, None] * DV + column[None, :]
+        tl.store(states + (chunk.to(tl.int64) * H + head) * DK * DV + square, S.to(states.dtype.element_ty))
+        W = load(w, offsets, mask) if HAS_W else load_key(k, offsets, mask, F, UNIT)
+        if ERASE:
+            E = load(Y, values, mask) - dot(load(Z, offsets, mask), S, P)
+            tl.store(Y + values, E.to(Y.dtype.element_ty), mask=mask)
+        else:
+            E = load(v, values, mask)
+        if HAS_G:
+            G, G_end = load_decay(g, token, end, head, H, C, HAS_G)
+            E = E * tl.exp(G_end - G)[:, None]
+            S = S * tl.exp(G_end)
+        S += dot(tl.trans(W), E, P)
+    tl.store(final + line * DK * DV + square, S)
+
+
+@triton.jit
+def read_kernel(q, k, w, r, E, g, states, z, o, scales, chunks, H, F: tl.constexpr, UNIT: tl.constexpr,
+                HAS_W: tl.constexpr, HAS_R: tl.constexpr, HAS_G: tl.constexpr, NORMALIZED: tl.constexpr,
+                FLOOR: tl.constexpr, EPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
+                P: tl.constexpr):
+    """o of a chunk, and the factor that took it from S q: 1/denominator (negative: the floor) or 1/rms."""
+    program = tl.program_id(0).to(tl.int64)
+    chunk, head = program // H, program % H
+    token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+    offsets, mask = places(token, end, head, H, DK, C)
+    line, key = tl.arange(0, C), tl.arange(0, DK)
+    lower = line[:, None] >= line[None, :]
+    W = load(w, offsets, mask) if HAS_W else load_key(k, offsets, mask, F, UNIT)
+    features_q = feature(load(q, offsets, mask), mask, F)
+    Q = load(r, offsets, mask) if HAS_R else features_q
+    G, _ = load_decay(g, token, end, head, H, C, HAS_G)
+    weights = masked_decay(dot(Q, tl.trans(W), P), G, lower, HAS_G)
+    start = tl.load(states + program * DK * DV + key[:, None] * DV + tl.arange(0, DV)[None, :])
+    out = dot(Q, start, P)
+    if HAS_G:
+        out = out * tl.exp(G)[:, None]
+    values, mask_v = places(token, end, head, H, DV, C)
+    out += dot(weights, load(E, values, mask_v), P)
+    if NORMALIZED:
+        K = feature(load(k, offsets, mask), mask, F)
+        denominator = tl.sum(features_q * tl.load(z + program * DK + key)[None, :], 1)
+        denominator += tl.sum(tl.where(lower, dot(features_q, tl.trans(K), P), 0.0), 1)
+        scale = 1 / tl.maximum(denominator, FLOOR)
+        out = out * scale[:, None]
+        scale = tl.where(denominator >= FLOOR, scale, -scale)
+    else:
+        scale = tl.rsqrt(tl.sum(out * out, 1) / DV + EPS)
+        out = out * scale[:, None]
+    row = token + line
+    tl.store(scales + row.to(tl.int64) * H + head, scale, mask=row < end)
+    tl.store(o + values, out.to(o.dtype.element_ty), mask=mask_v)
+
+
+@triton.jit
+def key_sum_kernel(k, sums, chunks, H, F: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """Σ φ(k) of a chunk."""
+    program = tl.program_id(0).to(tl.int64)
+    chunk, head = program // H, program % H
+    token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+    offsets, mask = places(token, end, head, H, D, C)
+    x = feature(load(k, offsets, mask), mask, F)
+    tl.store(sums + program * D + tl.arange(0, D), tl.sum(x, 0))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the forward pass leaves for the backward pass. inverse, Z: None for rules without erasing (E is v then)."""
+
+    inverse: Tensor | None
+    Z: Tensor | None
+    E: Tensor
+    states: Tensor
+    z: Tensor | None
+    scales: Tensor
+
+
+def warps(dk: int, dv: int) -> int:
+    return 8 if max(dk, dv) == 128 else 4
+
+
+def value_block(dk: int, dv: int, programs: int, device: torch.device) -> int:
+    """Columns of the state a program of the sequential pass takes: few enough that all processors have work."""
+    block = min(dv, 64)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    while block > 16 and programs * (dv // block) < 2 * processors:
+        block //= 2
+    return block
+
+
+def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None, S0: Tensor | None, z0: Tensor | None,
+                   normalized: bool, table: Tables, precision: Precision, floor: float, eps: float):
+    """o [tokens, H, Dv], H after the last token [N, H, Dk, Dv], z likewise [N, H, Dk] or None, and the `Memory`.
+
+    v [tokens, H, Dv]; beta, g [tokens, H]; S0 [N, H, Dk, Dv] (transposed!) and z0 [N, H, Dk] float32 or None for zero.
+    """
+    tokens, heads, dk = keys.k.shape
+    dv, device, count = v.shape[-1], v.device, len(table.chunks)
+    grid, nw = (count * heads,), warps(dk, dv)
+    key_options = dict(F=keys.feature_map, UNIT=keys.unit, HAS_W=keys.w is not None)
+    sizes = dict(DK=dk, DV=dv, C=CHUNK)
+    inverse = Z = None
+    E = v
+    if keys.erase:
+        inverse = torch.empty(count * heads, CHUNK, CHUNK, dtype=precision.store, device=device)
+        E = torch.empty(tokens, heads, dv, dtype=precision.store, device=device)
+        Z = torch.empty(tokens, heads, dk, dtype=precision.store, device=device)
+        solve_kernel[grid](keys.k, keys.w, v, beta, g, inverse, E, Z, table.chunks, heads, **key_options, **sizes,
+                           HAS_BETA=beta is not None, HAS_G=g is not None, SMALLEST=SMALLEST_BETA, P=precision.memory,
+                           SOLVE=precision.solve, num_warps=nw)
+    states = torch.empty(count, heads, dk, dv, dtype=precision.store, device=device)
+    final = torch.empty(len(table.sequences), heads, dk, dv, dtype=torch.float32, device=device)
+    lines = len(table.sequences) * heads
+    block = value_block(dk, dv, lines, device)
+    carry_kernel[(lines * (dv // block),)](
+        keys.k, keys.w, v, beta, g, E, Z, states, S0, final, table.chunks, table.sequences, heads, **key_options, **sizes,
+        ERASE=keys.erase, HAS_G=g is not None, HAS_INITIAL=S0 is not None, BV=block, P=precision.memory, num_warps=4)
+    z = z_last = None
+    if normalized:
+        z = torch.empty(count, heads, dk, dtype=torch.float32, device=device)
+        key_sum_kernel[grid](keys.k, z, table.chunks, heads, F=keys.feature_map, D=dk, C=CHUNK, num_warps=4)
+        z_last = scan(z, table, 0, z0)
+    o = torch.empty(tokens, heads, dv, dtype=v.dtype, device=device)
+    scales = torch.empty(tokens, heads, dtype=torch.float32, device=device)
+    read_kernel[grid](keys.q, keys.k, keys.w, keys.r, E, g, states, z, o, scales, table.chunks, heads, **key_options,
+                      **sizes, HAS_R=keys.r is not None, HAS_G=g is not None, NORMALIZED=normalized, FLOOR=floor,
+                      EPS=eps, P=precision.memory, num_warps=nw)
+    return o, final, z_last, Memory(inverse, Z, E, states, z, scales)
