@@ -19,11 +19,16 @@ def test_makes_a_store_and_reports_it(tmp_path, capsys):
     info = TokenStore(out).info
     assert "Made" in text and f"{info['tokens']:,}" in text and f"{info['heldout_documents']}" in text
     assert f"{info['bytes'] / info['tokens']:.2f}" in text and info["fingerprint"] in text
-    assert f"Next: python -m recipes.pretrain --config configs/longdoc-tiny.yaml --data.store {out} --data.source null --data.vocab_size 512" in text
+    assert (
+        f"Next: python -m recipes.pretrain --config configs/longdoc-tiny.yaml"
+        f" --data.store {out} --data.source null --data.vocab_size 512" in text
+    )
     assert main(arguments) == 0
     assert "Already there, reused" in capsys.readouterr().out
     assert main([*arguments[:-1], "0.1"]) == 2
-    assert "holds another token store (heldout 0.3 there, 0.1 asked for): choose another folder" in capsys.readouterr().err
+    assert (
+        "holds another token store (heldout 0.3 there, 0.1 asked for): choose another folder" in capsys.readouterr().err
+    )
 
 
 def test_several_sources_and_an_existing_tokenizer(tmp_path, capsys):
@@ -31,11 +36,40 @@ def test_several_sources_and_an_existing_tokenizer(tmp_path, capsys):
     for i in range(6):
         (tmp_path / f"{i}.txt").write_text(text[i * 100 :])
     rows = [{"body": text[i * 333 :]} for i in range(6)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({**r, "text": "short " * (i + 2)}) + "\n" for i, r in enumerate(rows)))
-    assert main(["--source", str(tmp_path / "*.txt"), str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "one"), "--vocab_size", "300"]) == 0
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({**r, "text": "short " * (i + 2)}) + "\n" for i, r in enumerate(rows))
+    )
+    assert (
+        main(
+            [
+                "--source",
+                str(tmp_path / "*.txt"),
+                str(tmp_path / "a.jsonl"),
+                "--out",
+                str(tmp_path / "one"),
+                "--vocab_size",
+                "300",
+            ]
+        )
+        == 0
+    )
     assert TokenStore(tmp_path / "one").info["documents"] == 12
     model = str(tmp_path / "one" / "tokenizer.model")
-    assert main(["--source", str(tmp_path / "a.jsonl"), "--text_column", "body", "--tokenizer", model, "--out", str(tmp_path / "two")]) == 0
+    assert (
+        main(
+            [
+                "--source",
+                str(tmp_path / "a.jsonl"),
+                "--text_column",
+                "body",
+                "--tokenizer",
+                model,
+                "--out",
+                str(tmp_path / "two"),
+            ]
+        )
+        == 0
+    )
     assert TokenStore(tmp_path / "two").vocab_size == 300
     assert capsys.readouterr().err.count("Tokenised") == 2
 
@@ -51,12 +85,27 @@ def test_several_sources_and_an_existing_tokenizer(tmp_path, capsys):
         (["--unknown", "1"], "--unknown"),
     ],
 )
-def test_bad_input(tmp_path, arguments, message):
-    command = [sys.executable, "-m", "recipes.prepare", *arguments, "--out", str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
-    assert done.stderr.count("error:") == 1
+def test_bad_input(tmp_path, capsys, arguments, message):
+    try:
+        code = main([*arguments, "--out", str(tmp_path / "store")])
+    except SystemExit as stopped:  # from the parser
+        code = stopped.code
+    error = capsys.readouterr().err
+    assert code == 2 and message in error and error.count("error:") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_exit_code_and_no_traceback(tmp_path):
+    command = [sys.executable, "-m", "recipes.prepare", "--source", "nowhere/*.txt", "--out", str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 2 and done.stderr.startswith("error: no file matches 'nowhere/*.txt'")
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_preparing_imports_neither_torch_nor_lightning():
+    code = "import sys, recipes.prepare; print(sorted({'torch', 'lightning', 'pandas', 'datasets'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_a_broken_corpus_is_named(tmp_path, capsys):
