@@ -83,7 +83,9 @@ class StateNorms(Callback):
         if bounds is None:
             rows, length = self._batch["tokens"].shape
             return (lambda ends: (ends + 1, torch.arange(len(ends)))), length, f"mean of {rows} rows"
-        longest = int(bounds.diff().argmax())
+        # By targets: the filler at the end of a data set is long at times, and has none.
+        targets = torch.cat([bounds.new_zeros(1), (self._batch["targets"] >= 0).flatten().cumsum(0)])
+        longest = int(targets[bounds].diff().argmax())
         start, stop = int(bounds[longest]), int(bounds[longest + 1])
 
         def inside(ends: Tensor) -> tuple[Tensor, Tensor]:

@@ -136,9 +136,12 @@ class LinearMixer(SequenceMixer):
             if state is not None and x.shape[1] == 1 and packing is None and not torch.is_grad_enabled():
                 out = vla_step(q, k, v, u, initial, **settings)
                 return out.o, {"memory": out.final_state}, None
+            chunk = config.chunk_size
+            if diagnostics:  # they come at chunk ends: 32 to 64 of them make a curve, also of a short row
+                chunk = min(chunk, 1 << max(2, (x.shape[1] // 32).bit_length() - 1))
             out = vla(
                 q, k, v, u, **settings, initial_state=initial, output_final_state=return_state,
-                cu_seqlens=None if packing is None else packing.cu_seqlens, chunk_size=config.chunk_size,
+                cu_seqlens=None if packing is None else packing.cu_seqlens, chunk_size=chunk,
                 diagnostics=diagnostics, backend=config.backend,
             )
         return out.o, {"memory": out.final_state}, out.diagnostics

@@ -12,11 +12,16 @@ from tests.callbacks.tiny import ROW, TinyData, TinyModel, collate, trainer
 
 
 class Packed(TinyData):
-    """Validation rows packed: documents of 5, 15 and 4 tokens, the second over a row's end."""
+    """Validation rows packed: documents of 5 and 15 tokens, the second over a row's end, and 28 tokens of filler."""
 
     def val_dataloader(self):
+        def packed(rows):
+            batch = collate(rows) | {"cu_seqlens": torch.tensor([0, 5, 20, 48])}
+            batch["targets"].flatten()[20:] = -100
+            return batch
+
         loader = super().val_dataloader()[1]
-        loader.collate_fn = lambda rows: collate(rows[:2]) | {"cu_seqlens": torch.tensor([0, 5, 20, 24])}
+        loader.collate_fn = packed
         return loader
 
 
@@ -53,7 +58,7 @@ def test_packed_norms_are_those_of_the_longest_document(tmp_path):
     logger = JsonlLogger(tmp_path)
     model, _ = fit(tmp_path, [probe], Packed(), loggers=logger)
     where, length, _ = probe._stretch()
-    ends = torch.arange(1, 24, 2)
+    ends = torch.arange(1, 48, 2)
     places, chosen = where(ends)
     assert length == 15 and places.tolist() == [1, 3, 5, 7, 9, 11, 13, 15] and ends[chosen].tolist() == list(range(5, 20, 2))
     [last] = [line for line in read_metrics(logger.path) if "state_norm/layers.0" in line]
