@@ -79,7 +79,7 @@ def test_an_equal_store_is_reused_and_another_is_never_overwritten(tmp_path, req
     assert not made and again.fingerprint == store.fingerprint
     with pytest.raises(
         ValueError,
-        match=r"holds another token store \(vocab_size 320 there, 400 asked for\): choose another folder, remove this one, or train on it",
+        match=r"holds another token store \(vocab_size 320 there, 400 asked for\): choose another folder",
     ):
         prepare_store(store.path, StoreRequest(request_.corpus, 400, heldout=0.2))
     (tmp_path / "corpus" / "000.txt").write_text("changed")
