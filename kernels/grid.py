@@ -215,5 +215,6 @@ class _Move(torch.autograd.Function):
 def make_grid(rows: int, tokens: int, heads: int, chunk: int, bounds: tuple[int, ...] | None,
               device: torch.device) -> Grid:
     """The grid of a call, kept for the other layers of the same step. bounds: cu_seqlens as numbers, None for dense."""
+    longest = tokens if bounds is None else max(end - start for start, end in zip(bounds, bounds[1:]))
     with torch.inference_mode(False):  # a grid made during validation serves a training step too
-        return Grid(rows, tokens, heads, chunk, bounds, device)
+        return Grid(rows, tokens, heads, min(chunk, longest), bounds, device)  # short rows: no chunk of padding
