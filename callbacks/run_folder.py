@@ -114,6 +114,15 @@ class RunFolder(SaveConfigCallback):
         super().__init__(*args, save_to_log_dir=False, **kwargs)
         self.run_dir, self.resumed_step = Path(run_dir), resumed_step
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        parameters = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in pl_module.parameters())
+        plan = trainer.datamodule.batch_plan(trainer.world_size)
+        begin = f"going on at step {self.resumed_step}" if self.resumed_step else "starting at step 0"
+        rank_zero_info(
+            f"{parameters:,} parameters, {trainer.precision} on {trainer.world_size} x {pl_module.device.type}; a step is "
+            f"{plan.rows_per_step} rows of {trainer.datamodule.row_tokens} tokens in {plan.accumulation} micro-batches of "
+            f"{plan.micro_rows} rows a rank; {begin} of {trainer.max_steps} in {self.run_dir}")
+
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)

@@ -10,32 +10,82 @@ import json
 from pathlib import Path
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.progress import track
 
 from callbacks.run_folder import write_aside
 from data import DocumentsDataModule, MQARDataModule
-from recipes.errors import bad_input
-from vla_lm.checkpoints import load_model
+from recipes.console import bad_input
+from vla_lm.checkpoints import checkpoint_step, complete_checkpoint, load_model
 from vla_lm.evaluation import mqar, perplexity, report
 
 
-def parse(argv: list[str] | None):
-    parser = ArgumentParser(description=__doc__.splitlines()[0])
+def parse(argv: list[str] | None) -> Namespace:
+    parser = ArgumentParser(prog="python -m recipes.evaluate", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=str, help="A run's folder (its newest complete checkpoint), or a checkpoint.")
-    parser.add_argument("--pairs", type=list[int], default=[4, 8, 16], help="Pairs to recall, one row of the grid each.")
-    parser.add_argument("--lengths", type=list[int], default=[32, 64, 128], help="Sequence lengths, one column each.")
-    parser.add_argument("--samples", type=int, default=512, help="Test sequences in each cell of the grid.")
+    parser.add_argument("--pairs", type=int, nargs="+", default=[4, 8, 16], help="Pairs to recall, a row of the grid each.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[25, 64, 128], help="Sequence lengths, a column each.")
+    parser.add_argument("--rows", type=int, default=512, help="Test sequences in each cell of the grid.")
     parser.add_argument("--batch_rows", type=int, default=64, help="Sequences evaluated at once.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the test sequences.")
+    parser.add_argument("--held_out_rows", type=int | None, default=None, help="Rows of held-out documents; null: all.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the MQAR test sequences.")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
     return parser.parse_args(argv)
 
 
+def run_data(checkpoint: Path) -> tuple[str, dict]:
+    """Class path and arguments of the data module that the checkpoint's run was trained on; none for a lone checkpoint."""
+    config = checkpoint.parent.parent / "config.yaml"
+    data = yaml.safe_load(config.read_text())["data"] if config.exists() else {}
+    return data.get("class_path", ""), data.get("init_args", {})
+
+
+def recall_cells(args: Namespace, source: str, settings: dict, model) -> tuple[str, list[tuple[int, int, MQARDataModule]]]:
+    """One data module for each cell of the grid that fits, in the format that the run was trained on."""
+    task = {"format": settings["format"], "filler": settings["filler"]} if source.endswith("MQARDataModule") else {}
+    if model.config.style == "paper" and max(args.lengths) > model.config.max_positions:
+        raise ValueError(f"--lengths {max(args.lengths)} is beyond the model's {model.config.max_positions} learned positions: "
+                         f"give lengths up to {model.config.max_positions}")
+    cells = []
+    for pairs in args.pairs:
+        for length in args.lengths:
+            try:
+                cells.append((pairs, length, MQARDataModule(
+                    vocab_size=model.config.vocab_size, n_pairs=pairs, length=length, val_rows=args.rows,
+                    val_batch_rows=args.batch_rows, seed=args.seed, **task)))
+            except ValueError as error:
+                problem = error
+    if not cells:
+        raise ValueError(f"no cell of the grid fits: {problem}")
+    return task.get("format", "paper"), cells
+
+
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    console = Console()
+    args, console = parse(argv), Console()
     with bad_input():
-        model = load_model(args.checkpoint, device=args.device)
-        source = Path(args.checkpoint)
+        path = complete_checkpoint(args.checkpoint)
+        source, settings = run_data(path)
+        model = load_model(path, device=args.device)
+        shape, cells = recall_cells(args, source, settings, model)
+        documents = None
+        if source.endswith("DocumentsDataModule"):
+            documents = DocumentsDataModule(**settings | {"source": None, "val_rows": args.held_out_rows})
+            documents.setup("validate")
+    results = {"checkpoint": str(path), "step": checkpoint_step(path), "model": model.config.to_dict(),
+               "mqar": {"format": shape, "rows": args.rows, "vocab_size": model.config.vocab_size, "grid": []}}
+    for pairs, length, data in track(cells, "recall", console=console):
+        found = mqar.evaluate(model, data.val_dataloader()[0])
+        results["mqar"]["grid"].append({"n_pairs": pairs, "length": length, **found})
+    if documents:
+        batches = track(documents.val_dataloader()[0], "held-out documents", console=console)
+        results["documents"] = perplexity.evaluate(model, batches)
+    folder = path.parent.parent if source else path.parent
+    write_aside(folder / "evaluation.json", json.dumps(results, indent=1))
+    report.save_figure(results, folder / "evaluation.png")
+    console.print(*report.tables(results))
+    console.print(f"written: {folder / 'evaluation.json'} and {folder / 'evaluation.png'}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

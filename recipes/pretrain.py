@@ -54,7 +54,7 @@ class PretrainCLI(LightningCLI):
         loggers = [TensorBoardLogger(self.run_dir, name="", version="", purge_step=step), JsonlLogger(self.run_dir, step)]
         self.trainer_defaults["callbacks"] = [GradientNorms(), FiniteGuard(), checkpoint, progress_bar()]
         return super().instantiate_trainer(logger=loggers, use_distributed_sampler=False, check_val_every_n_epoch=None,
-                                           **kwargs)
+                                           enable_model_summary=False, **kwargs)
 
 
 def arguments(argv: list[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 The results are the plain dictionary that ``recipes.evaluate`` writes as evaluation.json:
 
-    mqar       {format, samples, vocab_size, grid: [{n_pairs, length, accuracy, exact_match, loss}]}
+    mqar       {format, rows, vocab_size, grid: [{n_pairs, length, accuracy, exact_match, loss}]}
     documents  {loss, bits_per_byte, targets, by_position: [{start, end, loss, bits_per_byte, targets}]}, where there were documents
 """
 
@@ -18,7 +18,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
     mqar = results["mqar"]
     cells = {(cell["n_pairs"], cell["length"]): cell for cell in mqar["grid"]}
     pairs, lengths = (sorted({key[axis] for key in cells}) for axis in (0, 1))
-    recall = Table(title=f"MQAR ({mqar['format']} format), accuracy per query / whole rows right, {mqar['samples']} rows a cell, "
+    recall = Table(title=f"MQAR ({mqar['format']} format), accuracy per query / whole rows right, {mqar['rows']} rows a cell, "
                          f"chance {1 / mqar['vocab_size']:.4f}")
     recall.add_column("pairs", justify="right")
     for length in lengths:
