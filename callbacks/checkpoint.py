@@ -22,25 +22,23 @@ class CheckpointError(OSError):
 class RunCheckpoint(ModelCheckpoint):
     """Saves ``step=000500.ckpt`` every ``every_n_train_steps`` optimizer steps and at the end of training.
 
-    The format is that of :mod:`callbacks.checkpoint_files`. Kept are the ``keep_last`` newest and the ``keep_best``
-    best by ``monitor`` among those validated at their own step; ``last.ckpt`` is a link to the newest. A full disk
-    raises :class:`CheckpointError` on all ranks and loses nothing. Checkpoints past the step a run starts from belong
-    to an abandoned continuation and are set aside as ``….superseded``.
+    The format is that of :mod:`callbacks.checkpoint_files`; ``last.ckpt`` is a link to the newest. A full disk raises
+    :class:`CheckpointError` on all ranks and loses nothing. Checkpoints past the step a run starts from belong to an
+    abandoned continuation and are set aside as ``….superseded``.
 
     Args:
-        dirpath: the folder; by default ``checkpoints`` in the trainer's ``default_root_dir``.
-        monitor: name of the validation metric that ranks checkpoints; ``mode`` is ``min`` or ``max``.
+        dirpath: Folder of the checkpoints; null: ``checkpoints`` in the trainer's ``default_root_dir``.
+        every_n_train_steps: Optimizer steps from one checkpoint to the next; the end of training is saved too.
+        keep_last: How many of the newest stay.
+        keep_best: How many of the best stay, of those validated at their own step.
+        monitor: Validation metric that ranks them.
+        mode: ``min`` or ``max``: which value of the metric is best.
     """
 
     def __init__(
-        self,
-        dirpath: str | Path | None = None,
-        every_n_train_steps: int = 500,
-        keep_last: int = 2,
-        keep_best: int = 1,
-        monitor: str = "val/loss",
-        mode: str = "min",
-    ) -> None:
+        self, dirpath: str | Path | None = None, every_n_train_steps: int = 500, keep_last: int = 2, keep_best: int = 1,
+        monitor: str = "val/loss", mode: str = "min",
+    ) -> None:  # fmt: skip
         if every_n_train_steps < 1 or keep_last < 1 or keep_best < 0:
             given = f"every_n_train_steps {every_n_train_steps}, keep_last {keep_last}, keep_best {keep_best}"
             raise ValueError(f"{given}: the first two must be at least 1, the last at least 0.")
@@ -67,35 +65,31 @@ class RunCheckpoint(ModelCheckpoint):
         if trainer.global_step % self._every_n_train_steps == 0:
             self.save(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the score of the checkpoint saved at this step; saving comes before validation."""
-        score = trainer.callback_metrics.get(self.monitor)
+        score, path = trainer.callback_metrics.get(self.monitor), Path(self._last_checkpoint_saved)
         fresh = self._last_checkpoint_saved and self._last_global_step_saved == trainer.global_step
         if trainer.is_global_zero and fresh and score is not None and isfinite(score):
-            path = Path(self._last_checkpoint_saved)
             write_marker(path, read_marker(path) | {"score": float(score)})
             self._prune()
 
     def state_dict(self) -> dict[str, Any]:
-        return {}  # the markers in the folder hold it all
+        return {}  # the markers in the folder hold it all, so there is nothing to load
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
     def save(self, trainer: Trainer) -> None:
-        """Saves the state after the current optimizer step, unless it is saved. All ranks call it, at a step's end.
+        """Saves the state after the current optimizer step, unless it is saved; CheckpointError where it cannot be.
 
-        Raises:
-            CheckpointError: the disk is full or the folder cannot be written; on all ranks.
+        All ranks call it, at a step's end.
         """
         step = trainer.global_step
         if trainer.fast_dev_run or step == self._last_global_step_saved:
             return
-        path = Path(self.dirpath) / f"step={step:06d}.ckpt"
-        aside = beside(path, ".partial")
+        path, aside = (Path(self.dirpath) / f"step={step:06d}.ckpt{ending}" for ending in ("", ".partial"))
 
         def write() -> None:
             try:
@@ -124,12 +118,13 @@ class RunCheckpoint(ModelCheckpoint):
             action()
         except (OSError, RuntimeError) as error:
             problem = error
+        left = shutil.disk_usage(aside.parent).free if aside.parent.exists() else 0
         if not trainer.strategy.reduce_boolean_decision(problem is None):
             if trainer.is_global_zero:
                 remove(aside)
             raise CheckpointError(
-                f"Could not save {aside.with_suffix('')}: {problem or 'another rank failed'}. The older checkpoints "
-                f"in {self.dirpath} are untouched: free some space there, then resume."
+                f"Could not save {aside.with_suffix('')}: {problem or 'another rank failed'} ({left / 1e6:,.1f} MB were "
+                "left on the disk). The older checkpoints there are untouched: free some space, then resume."
             ) from problem
 
     def _make_room(self, aside: Path) -> None:
@@ -137,9 +132,8 @@ class RunCheckpoint(ModelCheckpoint):
         aside.parent.mkdir(parents=True, exist_ok=True)
         remove(aside)
         sizes = [marker["bytes"] for marker in complete_checkpoints(aside.parent).values()]
-        free = shutil.disk_usage(aside.parent).free
-        if sizes and free < sizes[-1]:
-            raise OSError(f"it needs about {sizes[-1] / 1e6:,.0f} MB and the disk has {free / 1e6:,.0f} MB left")
+        if sizes and shutil.disk_usage(aside.parent).free < sizes[-1]:
+            raise OSError(f"it needs about {sizes[-1] / 1e6:,.1f} MB")
 
     def _prune(self) -> None:
         found = complete_checkpoints(self.dirpath)

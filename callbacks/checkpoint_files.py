@@ -58,7 +58,7 @@ def read_marker(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no whole checkpoint at ``path``; the message says what is wrong with it.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # last.ckpt is a link
     try:
         marker = json.loads(beside(path, ".complete").read_text())
         wrong = None if size(path) == marker["bytes"] else f"has {size(path)} bytes, not {marker['bytes']}"

@@ -1,6 +1,7 @@
 """Gradients as they stand just before the optimizer step, read alike under plain, DDP and DeepSpeed training."""
 
 import re
+from functools import lru_cache
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -64,8 +65,13 @@ def layer_squares(trainer: Trainer, module: LightningModule) -> dict[str, Tensor
     squares = torch.zeros(len(layers), dtype=torch.float32, device=module.device)
     if gradients:
         norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
-        owner = torch.tensor([layers.index(layer_of(name)) for name in gradients], device=module.device)
+        owner = _index(tuple(layers.index(layer_of(name)) for name in gradients), module.device)
         squares.index_add_(0, owner, torch.stack([norm.to(module.device) for norm in norms]).square())
     if sharded:
         squares = trainer.strategy.reduce(squares, reduce_op="sum")
     return dict(zip(layers, squares.unbind()))
+
+
+@lru_cache(maxsize=4)
+def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(places, device=device)  # once a run: the copy waits for the device

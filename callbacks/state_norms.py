@@ -25,6 +25,10 @@ class StateNorms(Callback):
     The batch is the first ``rows`` rows of the data module's validation loader with the longest rows. All ranks
     compute (ZeRO-3 needs them), rank 0 logs. Training is untouched: the same bits with and without this callback.
 
+    Args:
+        every_n_steps: Optimizer steps from one measurement to the next.
+        rows: Rows of the batch.
+
     Reads ``pl_module.probe(batch) -> {layer: Diagnostics}`` (``kernels.Diagnostics``, per chunk end and per token);
     where a model has none to give, as softmax attention, it says so once and stays silent.
     """

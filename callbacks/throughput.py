@@ -60,7 +60,7 @@ class Throughput(Callback):
     step, which compiles and tunes. The numbers stay on the device until logging: no synchronisation in between.
 
     Args:
-        peak_flops: FLOP/s of one device, instead of the table's value.
+        peak_flops: FLOP/s of one device; null: the table's value for the card, none on a CPU.
     """
 
     def __init__(self, peak_flops: float | None = None) -> None:

@@ -163,7 +163,7 @@ def test_full_disk_is_seen_before_writing(tmp_path, monkeypatch):
     run, saver = fit(tmp_path, 2)
     saver._last_global_step_saved = 0
     monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(CheckpointError, match="the disk has 0 MB left"):
+    with pytest.raises(CheckpointError, match="needs about 0.0 MB .0.0 MB were left on the disk"):
         saver.save(run)
     assert read_marker(newest_complete(tmp_path))["step"] == 2
 
