@@ -99,6 +99,7 @@ class LinearMixer(SequenceMixer):
         # On the raw key, before the feature map and after the convolution.
         self.to_penalty = nn.Linear(width, width, bias=False) if config.u_source == "projection" else None
         self.to_beta = nn.Linear(width, heads, bias=False) if config.beta != "none" else None
+        self.operator = vla
         self.log_penalty = None
         if config.learn_penalty:
             self.log_penalty = nn.Parameter(torch.full((heads,), math.log(config.penalty)))
@@ -128,22 +129,20 @@ class LinearMixer(SequenceMixer):
             penalty=self.penalty, beta=beta, g=g, write_rule=row.write_rule, erase_key=row.erase_key,
             feature_map=config.feature_map, readout=config.readout, u_scale=config.u_scale,
         )
-        # The operator keeps its sums in float32 at least: autocast must not lower them.
-        with torch.autocast(x.device.type, enabled=False):
-            initial = None if state is None else state.memory
-            if initial is not None and fresh is not None:
-                initial = where_documents(fresh, self.first_state(fresh.numel(), initial.S), initial)
-            if state is not None and x.shape[1] == 1 and packing is None and not torch.is_grad_enabled():
-                out = vla_step(q, k, v, u, initial, **settings)
-                return out.o, {"memory": out.final_state}, None
-            chunk = config.chunk_size
-            if diagnostics:  # they come at chunk ends: 32 to 64 of them make a curve, also of a short row
-                chunk = min(chunk, 1 << max(2, (x.shape[1] // 32).bit_length() - 1))
-            out = vla(
-                q, k, v, u, **settings, initial_state=initial, output_final_state=return_state,
-                cu_seqlens=None if packing is None else packing.cu_seqlens, chunk_size=chunk,
-                diagnostics=diagnostics, backend=config.backend,
-            )
+        initial = None if state is None else state.memory
+        if initial is not None and fresh is not None:
+            initial = where_documents(fresh, self.first_state(fresh.numel(), initial.S), initial)
+        if state is not None and x.shape[1] == 1 and packing is None and not torch.is_grad_enabled():
+            out = vla_step(q, k, v, u, initial, **settings)
+            return out.o, {"memory": out.final_state}, None
+        chunk = config.chunk_size
+        if diagnostics:  # they come at chunk ends: 32 to 64 of them make a curve, also of a short row
+            chunk = min(chunk, 1 << max(2, (x.shape[1] // 32).bit_length() - 1))
+        out = self.operator(
+            q, k, v, u, **settings, initial_state=initial, output_final_state=return_state,
+            cu_seqlens=None if packing is None else packing.cu_seqlens, chunk_size=chunk,
+            diagnostics=diagnostics, backend=config.backend,
+        )
         return out.o, {"memory": out.final_state}, out.diagnostics
 
     def first_state(self, documents: int, like: Tensor) -> State:

@@ -117,9 +117,29 @@ def _read(path: Path) -> dict[str, Any]:
 def _full_weights(path: Path, content: dict[str, Any]) -> dict[str, torch.Tensor]:
     if not path.is_dir():
         return content["state_dict"]
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    pieces = sorted((path / "checkpoint").glob("*_optim_states.pt"), key=_rank)
+    if not pieces:
+        raise ValueError(f"{path} holds no optimizer states, which have a ZeRO run's weights: use another checkpoint")
+    if "zero_stage" in torch.load(pieces[0], map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    return get_fp32_state_dict_from_zero_checkpoint(str(path), tag="checkpoint")
+        return get_fp32_state_dict_from_zero_checkpoint(str(path), tag="checkpoint")
+    # ZeRO-1 of bfloat16 parameters: DeepSpeed's own converter refuses it. Each parameter group is one float32 vector,
+    # cut evenly over the ranks.
+    ranks = [torch.load(piece, map_location="cpu", weights_only=False)["optimizer_state_dict"] for piece in pieces]
+    if len(ranks) != max(ranks[0]["partition_count"]):
+        raise ValueError(f"{path} has the pieces of {len(ranks)} ranks, {max(ranks[0]['partition_count'])} wrote it")
+    weights = {}
+    for group, shapes in enumerate(content["param_shapes"]):
+        flat = torch.cat([rank["single_partition_of_fp32_groups"][group].detach() for rank in ranks])
+        sizes = [shape.numel() for shape in shapes.values()]
+        parts = flat[: sum(sizes)].split(sizes)
+        weights |= {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
+    return weights
+
+
+def _rank(path: Path) -> int:
+    return int(re.search(r"pp_rank_(\d+)", path.name)[1])
 
 
 def _rank_files(path: Path) -> list[Path]:

@@ -24,7 +24,7 @@ class LanguageModel(LightningModule):
     Args:
         config: the architecture. With vocab_size null the network is built in `configure_model`, from the data module.
         optimizer: AdamW and its schedule.
-        compile: compile the network with torch.compile; parameter names do not change.
+        compile: compile the blocks with torch.compile; parameter names do not change.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class LanguageModel(LightningModule):
     def _build(self) -> None:
         self.transformer = Transformer(self.config)
         if self.compile_network:
-            self.transformer.compile()  # in place: torch.compile's wrapper would put _orig_mod into every name
+            self.transformer.compile_blocks()
 
 
 def portable(state_dict: dict[str, Any]) -> dict[str, Any]:

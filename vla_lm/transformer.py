@@ -138,6 +138,14 @@ class Transformer(nn.Module):
         logits = self.embedding(x, unembed=True) if self.head is None else self.head(x)
         return TransformerOutput(logits.view(*tokens.shape, -1), new_states if return_states else None, found)
 
+    def compile_blocks(self) -> None:
+        """Compile all but the operator with torch.compile, in place: a wrapper would put _orig_mod into every name."""
+        for layer in self.layers:
+            if hasattr(layer.mixer, "operator"):
+                # Its hand-written backward works in place, which torch.compile cannot trace.
+                layer.mixer.operator = torch.compiler.disable(layer.mixer.operator)
+            layer.compile()
+
     def _position_embedding(self, tokens, packing, states, fresh) -> Tensor:
         limit, length = self.config.max_positions, tokens.shape[1]
         position = torch.arange(length, device=tokens.device)[None] if packing is None else packing.position[None]

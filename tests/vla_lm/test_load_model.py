@@ -103,3 +103,32 @@ def test_names_left_by_torch_compile_are_accepted():
     weights = {f"transformer._orig_mod.{n.removeprefix('transformer.')}": v for n, v in other.state_dict().items()}
     load_weights(model, weights, "x.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
+def test_the_bfloat16_zero_1_folder_that_deepspeed_cannot_convert(tmp_path):
+    # Its layout, for two ranks: each group of parameters one float32 vector, padded, cut in halves.
+    model = language_model()
+    groups = [list(model.named_parameters())[:5], list(model.named_parameters())[5:]]
+    folder = tmp_path / "step=000007.ckpt"
+    (folder / "checkpoint").mkdir(parents=True)
+    hyper = {"config": model.config.to_dict(), "optimizer": model.optimizer_config.to_dict()}
+    shapes = [{name: parameter.shape for name, parameter in group} for group in groups]
+    torch.save({"hyper_parameters": hyper, "param_shapes": shapes}, folder / "checkpoint" / "mp_rank_00_model_states.pt")
+    halves = []
+    for group in groups:
+        flat = torch.cat([parameter.detach().flatten() for _, parameter in group])
+        halves.append(torch.cat([flat, torch.zeros(-len(flat) % 4 + 4)]).chunk(2))
+    for rank in range(2):
+        states = {"single_partition_of_fp32_groups": [half[rank] for half in halves], "partition_count": [2, 2]}
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": states}, folder / "checkpoint" / name)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    (tmp_path / "step=000007.ckpt.complete").write_text(json.dumps({"step": 7, "bytes": size}))
+    again = load_model(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+    check_compatible(folder, model)
+    file = folder / "checkpoint" / name
+    (tmp_path / "step=000007.ckpt.complete").write_text(json.dumps({"step": 7, "bytes": size - file.stat().st_size}))
+    file.unlink()
+    with pytest.raises(ValueError, match="pieces of 1 ranks, 2 wrote it"):
+        load_model(folder)

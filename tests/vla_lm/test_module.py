@@ -223,3 +223,19 @@ class StopAt(Callback):
 
     def on_train_batch_end(self, trainer, *_):
         trainer.should_stop = trainer.global_step >= self.step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["vla", "softmax"])
+def test_compiled_equals_plain(mixer):
+    compiled = language_model(style="modern", mixer=mixer)
+    plain, batch = LanguageModel(compiled.config), batches(1)[0]
+    plain.load_state_dict(compiled.state_dict())
+    compiled.transformer.compile_blocks()
+    for bounds in (None, torch.tensor([0, 5, 12, 24])):
+        got, wanted = (model(batch["tokens"], bounds).logits for model in (compiled, plain))
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+        pairs = ((got, compiled), (wanted, plain))
+        gradients = [torch.autograd.grad(x.square().mean(), list(m.parameters())) for x, m in pairs]
+        for one, other in zip(*gradients):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
