@@ -140,7 +140,7 @@ class LinearMixer(SequenceMixer):
             chunk = min(chunk, 1 << max(2, (x.shape[1] // 32).bit_length() - 1))
         out = self.operator(
             q, k, v, u, **settings, initial_state=initial, output_final_state=return_state,
-            cu_seqlens=None if packing is None else packing.cu_seqlens, chunk_size=chunk,
+            cu_seqlens=None if packing is None else packing.host, chunk_size=chunk,
             diagnostics=diagnostics, backend=config.backend,
         )
         return out.o, {"memory": out.final_state}, out.diagnostics

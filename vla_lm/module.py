@@ -108,28 +108,28 @@ class LanguageModel(LightningModule):
     def _forward_carried(self, batch: dict[str, Tensor]) -> Tensor:
         # Row b's first document goes on from its lane's state where carried[b]; every other document begins.
         self._check_carry()
-        tokens, bounds = batch["tokens"], batch["cu_seqlens"].long()
-        lanes = batch["lanes"].tolist()  # no synchronisation where the data module leaves it on the host
+        # Index arithmetic on the host: no synchronisation where the data module leaves lanes and cu_seqlens there.
+        tokens, bounds, lanes = batch["tokens"], batch["cu_seqlens"].long().cpu(), batch["lanes"].tolist()
+        carried = batch["carried"].to(tokens.device)
+        rows, length = tokens.shape
+        row_starts = torch.arange(rows) * length
+        first = (torch.searchsorted(bounds, row_starts, right=True) - 1).to(tokens.device)
+        last = (torch.searchsorted(bounds, row_starts + length - 1, right=True) - 1).to(tokens.device)
         states, known = self.lanes.get(lanes, tokens.device)
-        carried = batch["carried"]
-        if not all(known):  # the first step alone: reading `carried` would synchronise
+        if not all(known):  # the first step of a run alone: reading `carried` may synchronise
             missing = [lane for lane, has, wanted in zip(lanes, known, carried.tolist()) if wanted and not has]
             if missing:
                 raise ValueError(
                     f"lanes {missing} continue a document whose state is unknown: resume a run that was trained with "
                     "carry_state from its own checkpoint, with the same global batch, or start a new run"
                 )
-        rows, length = tokens.shape
-        row_starts = torch.arange(rows, device=tokens.device) * length
-        first = torch.searchsorted(bounds, row_starts, right=True) - 1
-        last = torch.searchsorted(bounds, row_starts + length - 1, right=True) - 1
         fresh = None
         if states is not None:
-            row_of_document = (bounds[:-1] // length).clamp(max=rows - 1)
+            row_of_document = (bounds[:-1] // length).clamp(max=rows - 1).to(tokens.device)
             states = [state.index_select(row_of_document) for state in states]
             fresh = torch.ones(bounds.numel() - 1, dtype=torch.bool, device=tokens.device)
             fresh = fresh.index_copy(0, first, ~carried)
-        out = self.transformer(tokens, batch["cu_seqlens"], states=states, fresh=fresh, return_states=True)
+        out = self.transformer(tokens, bounds, states=states, fresh=fresh, return_states=True)
         self.lanes.put(lanes, [state.index_select(last) for state in out.states])
         return out.logits
 
@@ -169,9 +169,8 @@ class LanguageModel(LightningModule):
         training = self.training
         self.eval()
         try:
-            bounds = batch.get("cu_seqlens")
-            bounds = None if bounds is None else bounds.to(self.device)
-            return self.transformer(batch["tokens"].to(self.device), bounds, diagnostics=True).diagnostics
+            tokens = batch["tokens"].to(self.device)
+            return self.transformer(tokens, batch.get("cu_seqlens"), diagnostics=True).diagnostics
         finally:
             self.train(training)
 

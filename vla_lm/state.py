@@ -14,6 +14,8 @@ class Packing:
 
     cu_seqlens: Tensor
     """Document boundaries over the flattened rows, int64 [N + 1], from 0 to B * T; every row start is among them."""
+    host: Tensor
+    """The same on the host, where the operator reads it."""
     row_length: int
     """Tokens per row: no document is longer."""
     document: Tensor
@@ -22,18 +24,31 @@ class Packing:
     """Index of each token in its document's stretch, int64 [B * T]."""
 
     @classmethod
-    def build(cls, cu_seqlens: Tensor, rows: int, row_length: int) -> "Packing":
-        """Packing of `rows` rows. Moves nothing to the host; the operator checks the boundaries' values."""
+    def build(cls, cu_seqlens: Tensor, rows: int, row_length: int, device: torch.device) -> "Packing":
+        """Packing of `rows` rows on `device`. Boundaries given on the host cost no synchronisation.
+
+        Raises:
+            ValueError: not a vector of integers that rises from 0 to the number of tokens, or a document crosses a row.
+        """
         if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 2:
             raise ValueError(
                 f"cu_seqlens has shape {list(cu_seqlens.shape)} and type {cu_seqlens.dtype}: "
                 "pass the document boundaries as a vector of integers from 0 to the number of tokens"
             )
-        cu_seqlens = cu_seqlens.long()
-        index = torch.arange(rows * row_length, device=cu_seqlens.device)
-        # Clamped so that boundaries that do not cover the tokens reach the operator's check and its message.
-        document = (torch.searchsorted(cu_seqlens, index, right=True) - 1).clamp(0, cu_seqlens.numel() - 2)
-        return cls(cu_seqlens, row_length, document, index - cu_seqlens[document])
+        host = cu_seqlens.long().cpu()
+        if host[0] != 0 or host[-1] != rows * row_length or (host.diff() < 1).any():
+            raise ValueError(
+                f"cu_seqlens runs from {int(host[0])} to {int(host[-1])} with documents of {int(host.diff().min())} tokens "
+                f"or more: it must rise from 0 to the {rows * row_length} tokens"
+            )
+        crossed = ~torch.isin(torch.arange(rows) * row_length, host)
+        if crossed.any():
+            start = int(crossed.nonzero()[0]) * row_length
+            raise ValueError(f"cu_seqlens has no boundary at {start}, where a row of {row_length} tokens begins: add it")
+        bounds = host.to(device, non_blocking=True)
+        index = torch.arange(rows * row_length, device=device)
+        document = torch.searchsorted(bounds, index, right=True) - 1
+        return cls(bounds, host, row_length, document, index - bounds[document])
 
     @property
     def documents(self) -> int:

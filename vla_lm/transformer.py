@@ -103,7 +103,7 @@ class Transformer(nn.Module):
         Args:
             tokens: int64 [B, T].
             cu_seqlens: document boundaries over the flattened B * T tokens, integers [N + 1]; a boundary at every row
-                start at least. None: every row is one document.
+                start at least. On the host it costs no synchronisation. None: every row is one document.
             states: continue from these, one entry per layer, with B rows (packed: N documents).
             return_states: return the states after the last token.
             diagnostics: return the operator's diagnostics.
@@ -121,7 +121,7 @@ class Transformer(nn.Module):
             raise ValueError(f"states has {len(states)} entries for {len(self.layers)} layers: pass one for each layer")
         packing = None
         if cu_seqlens is not None:
-            packing = Packing.build(cu_seqlens, *tokens.shape)
+            packing = Packing.build(cu_seqlens, *tokens.shape, tokens.device)
         x = self.embedding(tokens if packing is None else tokens.reshape(1, -1))
         if self.positions is not None:
             x = x + self._position_embedding(tokens, packing, states, fresh)

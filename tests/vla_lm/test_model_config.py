@@ -61,7 +61,7 @@ def test_every_mixer_resolves_in_both_styles_and_survives_a_round_trip(style, mi
 
 def test_defaults_follow_style_and_mixer():
     paper, modern = ModelConfig().resolved(), ModelConfig(style="modern").resolved()
-    assert (paper.d_ff, paper.feature_map, paper.readout, paper.beta, paper.conv_width) == (256, "elu1", "normalized", "none", 0)
+    assert (paper.d_ff, paper.feature_map, paper.readout, paper.beta) == (256, "elu1", "normalized", "none")
     assert (modern.readout, modern.beta, modern.conv_width, modern.d_ff) == ("headwise", "double", 4, 352)
     assert ModelConfig(mixer="deltanet").resolved().beta == "unit"
     assert ModelConfig(style="modern", mixer="fixed").resolved().beta == "none"

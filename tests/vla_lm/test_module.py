@@ -80,12 +80,14 @@ def test_every_mixer_overfits_a_tiny_batch(style, mixer):
 
 
 def test_validation_logs_each_loader_by_name(tmp_path):
-    recall, text = batches(2, seed=7), [batch | {"target_bytes": torch.full((2, 12), 3)} for batch in batches(1, seed=8)]
+    recall = batches(2, seed=7)
+    text = [batch | {"target_bytes": torch.full((2, 12), 3)} for batch in batches(1, seed=8)]
     model = language_model()
     run = trainer(tmp_path, 1)
     losses = run.validate(model, datamodule=Data([], [recall, text], ["pairs8_len24", "heldout"]), verbose=False)[0]
     logits = [model(batch["tokens"]).logits for batch in recall]
-    nats = sum(F.cross_entropy(x.flatten(0, 1), b["targets"].flatten(), reduction="sum") for x, b in zip(logits, recall))
+    pairs = zip(logits, recall)
+    nats = sum(F.cross_entropy(x.flatten(0, 1), b["targets"].flatten(), reduction="sum") for x, b in pairs)
     count = sum((b["targets"] != -100).sum() for b in recall)
     right = sum(((x.argmax(-1) == b["targets"]) & (b["targets"] != -100)).sum() for x, b in zip(logits, recall))
     assert losses["val/pairs8_len24/loss"] == pytest.approx(float(nats / count), rel=1e-5)

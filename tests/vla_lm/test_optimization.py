@@ -52,7 +52,8 @@ def test_norms_biases_embeddings_and_vectors_are_not_decayed(style, tied):
     assert sorted(id(p) for p in decayed["params"] + others["params"]) == sorted(names)
     for parameter in decayed["params"]:
         name = names[id(parameter)]
-        assert parameter.ndim == 2 and not any(word in name for word in ("norm", "embedding", "positions", "bias")), name
+        words = ("norm", "embedding", "positions", "bias")
+        assert parameter.ndim == 2 and not any(word in name for word in words), name
     for parameter in others["params"]:
         name = names[id(parameter)]
         words = ("norm", "embedding", "positions", "bias", "log_penalty", "log_rate")

@@ -155,8 +155,12 @@ def test_bad_tokens_states_and_boundaries_are_refused():
         model(rows[0])
     with pytest.raises(ValueError, match="1 entries"):
         model(rows, states=model(rows, return_states=True).states[:1])
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        model(rows, torch.tensor([0, 5, 20]))
+    for bounds, told in {
+        (0, 12, 20): "from 0 to 20 .* the 24 tokens", (0, 12, 12, 24): "documents of 0 tokens", (0, 5, 24): "no boundary at 12",
+        (0.0, 24.0): "integers",
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=told):
+            build(mixer="softmax")(rows, torch.tensor(bounds))
     with pytest.raises(ValueError, match="carry_state: false"):
         build(mixer="softmax")(rows, torch.tensor([0, 12, 24]), return_states=True)
     with pytest.raises(ValueError, match="vocab_size is null"):

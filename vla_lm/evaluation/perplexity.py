@@ -41,13 +41,13 @@ def evaluate(
     model.eval()
     try:
         for batch in batches:
-            batch = {name: value.to(device) for name, value in batch.items()}
-            targets, valid = batch["targets"], (batch["targets"] != IGNORED).flatten()
-            nats = token_losses(model(batch["tokens"], batch["cu_seqlens"]).logits, targets).flatten()
-            position = Packing.build(batch["cu_seqlens"], *targets.shape).position
+            targets, sizes = batch["targets"].to(device), batch["target_bytes"].to(device).flatten()
+            valid = (targets != IGNORED).flatten()
+            nats = token_losses(model(batch["tokens"].to(device), batch["cu_seqlens"]).logits, targets).flatten()
+            position = Packing.build(batch["cu_seqlens"], *targets.shape, device).position
             longest = torch.maximum(longest, position.max() + 1)
             bucket = torch.bucketize(position, edges, right=True)
-            for row, values in zip(sums, (nats, valid, batch["target_bytes"].flatten())):
+            for row, values in zip(sums, (nats, valid, sizes)):
                 row.index_add_(0, bucket[valid], values[valid].double())
     finally:
         model.train(training)
