@@ -63,7 +63,7 @@ class TinyModel(pl.LightningModule):
         rows, length = batch["tokens"].shape
         if "cu_seqlens" in batch:
             rows, length, x = 1, rows * length, x.reshape(1, -1, VOCAB)
-        ends = torch.arange(1, length, 2)
+        ends = torch.arange(1, length, 2, device=x.device)
         norms = x[:, ends, :2].abs() + ends[:, None]  # [B, NC, H], grows along the row
         per_token = x[:, :, :2].abs()
         return {
