@@ -38,13 +38,13 @@ class Packing:
         host = cu_seqlens.long().cpu()
         if host[0] != 0 or host[-1] != rows * row_length or (host.diff() < 1).any():
             raise ValueError(
-                f"cu_seqlens runs from {int(host[0])} to {int(host[-1])} with documents of {int(host.diff().min())} tokens "
-                f"or more: it must rise from 0 to the {rows * row_length} tokens"
+                f"cu_seqlens runs from {int(host[0])} to {int(host[-1])} with documents of {int(host.diff().min())} "
+                f"tokens or more: it must rise from 0 to the {rows * row_length} tokens"
             )
         crossed = ~torch.isin(torch.arange(rows) * row_length, host)
         if crossed.any():
             start = int(crossed.nonzero()[0]) * row_length
-            raise ValueError(f"cu_seqlens has no boundary at {start}, where a row of {row_length} tokens begins: add it")
+            raise ValueError(f"cu_seqlens has no boundary at {start}, where a row of {row_length} begins: add it")
         bounds = host.to(device, non_blocking=True)
         index = torch.arange(rows * row_length, device=device)
         document = torch.searchsorted(bounds, index, right=True) - 1

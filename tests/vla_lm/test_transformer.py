@@ -156,8 +156,8 @@ def test_bad_tokens_states_and_boundaries_are_refused():
     with pytest.raises(ValueError, match="1 entries"):
         model(rows, states=model(rows, return_states=True).states[:1])
     for bounds, told in {
-        (0, 12, 20): "from 0 to 20 .* the 24 tokens", (0, 12, 12, 24): "documents of 0 tokens", (0, 5, 24): "no boundary at 12",
-        (0.0, 24.0): "integers",
+        (0, 12, 20): "from 0 to 20 .* the 24 tokens", (0, 12, 12, 24): "documents of 0 tokens",
+        (0, 5, 24): "no boundary at 12", (0.0, 24.0): "integers",
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=told):
             build(mixer="softmax")(rows, torch.tensor(bounds))
