@@ -58,8 +58,7 @@ def check(q, k, v, u=None, *, penalty, beta, g, write_rule, erase_key, feature_m
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, allowed))}")
     check_tensors(q, {"k": (k, "same"), "v": (v, "any width"), "u": (u, "same")}, {"beta": beta, "g": g})
-    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size!r}; give a positive whole number of tokens, for example 64")
+    check_chunk_size(chunk_size)
     bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, q)
     if readout == "normalized" and g is not None:
         raise ValueError("readout 'normalized' divides by a sum that does not decay, so it cannot be combined with "
@@ -107,6 +106,12 @@ def check_tensors(q, like_q: dict, per_token: dict) -> None:
         if x is not None and x.shape != q.shape[:3]:
             raise ValueError(f"{name} has shape {list(x.shape)}; expected [B, T, H] = {list(q.shape[:3])}: "
                              "one number per token and head")
+
+
+def check_chunk_size(chunk_size) -> None:
+    """A positive whole number of tokens."""
+    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size!r}; give a positive whole number of tokens, for example 64")
 
 
 def check_cu_seqlens(cu_seqlens, q: Tensor) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.arguments import check_cu_seqlens, check_tensors
+from kernels.arguments import check_chunk_size, check_cu_seqlens, check_tensors
 from kernels.grid import Grid, make_grid
 
 
@@ -26,6 +26,7 @@ def delta_rule(q: Tensor, erase_key: Tensor | None, write_key: Tensor, v: Tensor
     if erase_key is not None:
         companions["erase_key"] = (erase_key, "same")
     check_tensors(q, companions, {"beta": beta, "g": g})
+    check_chunk_size(chunk_size)
     bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, q)
     grid = make_grid(*q.shape[:3], chunk_size, bounds, q.device)
     expected = [grid.sequences, q.shape[2], v.shape[3], q.shape[3]]

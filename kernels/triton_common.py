@@ -22,13 +22,15 @@ class Precision:
     """How a call computes. Sums are always float32 or wider; this is about matmul inputs and what is stored between kernels.
 
     memory: matmul inputs of the delta rule, "bf16", "tf32", "tf32x3" or "ieee".  solve: of its triangular inverse.
-    direction: of A, "tf32x3" or "ieee".  wide: A, Gram sums and the products with A in float64.
+    direction: where A is carried along, "tf32x3" or "ieee".  reading: where it is only applied.
+    wide: A, Gram sums and the products with A in float64.
     store: dtype of intermediates that later kernels read.
     """
 
     memory: str
     solve: str
     direction: str
+    reading: str
     wide: bool
     store: torch.dtype
 
@@ -77,10 +79,17 @@ def dot(a, b, P: tl.constexpr):
 
 @triton.jit
 def places(token, end, head, H, D: tl.constexpr, C: tl.constexpr):
-    """Offsets [C, D] of the rows from `token` on in a [tokens, H, D] tensor, and which exist, [C, 1]."""
-    row = token + tl.arange(0, C)
-    offsets = (row.to(tl.int64) * H + head)[:, None] * D + tl.arange(0, D)[None, :]
-    return offsets, (row < end)[:, None]
+    """Where the rows from `token` on lie in a [tokens, H, D] tensor: the first one's offset (64 bit), the others' [C, D]
+    from there (32 bit: half the registers), and which rows exist, [C, 1]."""
+    row = tl.arange(0, C)
+    return (token.to(tl.int64) * H + head) * D, (row * (H * D))[:, None] + tl.arange(0, D)[None, :], (row < end - token)[:, None]
+
+
+@triton.jit
+def token_places(token, end, head, H, C: tl.constexpr):
+    """Likewise in a [tokens, H] tensor: first offset, the others' [C] and which exist."""
+    row = tl.arange(0, C)
+    return token.to(tl.int64) * H + head, row * H, row < end - token
 
 
 @triton.jit

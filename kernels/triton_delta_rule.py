@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_common import CHUNK, Precision, Tables, dot, feature, load, places, scan, unit_rows
+from kernels.triton_common import CHUNK, Precision, Tables, dot, feature, load, places, scan, token_places, unit_rows
 
 SMALLEST_BETA = 1e-7  # stands in for β nearer to 0, so that e = E/β can be had back; below float32's own rounding of e
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Where a rule takes its keys and queries from. k, q raw; w (write keys) and r (queries), None: from k and from q.
+    """Where a rule takes its keys and queries from: raw q and k [tokens, H, Dk]; write keys w likewise, None: from k.
 
     unit: keys are k̂, else φ(k). erase: the rule has an erase key.
     """
@@ -27,7 +27,6 @@ class Keys:
     q: Tensor
     k: Tensor
     w: Tensor | None
-    r: Tensor | None
     unit: bool
     erase: bool
     feature_map: str
@@ -45,8 +44,8 @@ def load_key(k, offsets, mask, F: tl.constexpr, UNIT: tl.constexpr):
 def load_decay(g, token, end, head, H, C: tl.constexpr, HAS_G: tl.constexpr):
     """G = cumsum(g) in the chunk, [C], and its last value; rows past the end repeat it."""
     if HAS_G:
-        row = token + tl.arange(0, C)
-        value = tl.load(g + row.to(tl.int64) * H + head, mask=row < end, other=0).to(tl.float32)
+        base, offsets, mask = token_places(token, end, head, H, C)
+        value = tl.load(g + base + offsets, mask=mask, other=0).to(tl.float32)
         return tl.cumsum(value, 0), tl.sum(value, 0)
     else:
         return tl.zeros([C], tl.float32), 0.0
@@ -55,8 +54,8 @@ def load_decay(g, token, end, head, H, C: tl.constexpr, HAS_G: tl.constexpr):
 @triton.jit
 def load_beta(beta, token, end, head, H, C: tl.constexpr, HAS_BETA: tl.constexpr, SMALLEST: tl.constexpr):
     if HAS_BETA:
-        row = token + tl.arange(0, C)
-        value = tl.load(beta + row.to(tl.int64) * H + head, mask=row < end, other=1).to(tl.float32)
+        base, offsets, mask = token_places(token, end, head, H, C)
+        value = tl.load(beta + base + offsets, mask=mask, other=1).to(tl.float32)
         return tl.where(tl.abs(value) < SMALLEST, SMALLEST, value)
     else:
         return tl.full([C], 1.0, tl.float32)
@@ -91,9 +90,9 @@ def solve_kernel(k, w, v, beta, g, inverse, Y, Z, chunks, H, F: tl.constexpr, UN
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program // H, program % H
     token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
-    offsets, mask = places(token, end, head, H, DK, C)
-    K = load_key(k, offsets, mask, F, UNIT)
-    W = load(w, offsets, mask) if HAS_W else K
+    base, offsets, mask = places(token, end, head, H, DK, C)
+    K = load_key(k + base, offsets, mask, F, UNIT)
+    W = load(w + base, offsets, mask) if HAS_W else K
     G, _ = load_decay(g, token, end, head, H, C, HAS_G)
     b = load_beta(beta, token, end, head, H, C, HAS_BETA, SMALLEST)
     line = tl.arange(0, C)
@@ -101,10 +100,10 @@ def solve_kernel(k, w, v, beta, g, inverse, Y, Z, chunks, H, F: tl.constexpr, UN
     T = unit_lower_inverse(N * b[:, None], C, SOLVE)
     tl.store(inverse + program * C * C + line[:, None] * C + line[None, :], T.to(inverse.dtype.element_ty))
     left = b * tl.exp(G) if HAS_G else b
-    tl.store(Z + offsets, dot(T, K * left[:, None], P).to(Z.dtype.element_ty), mask=mask)
-    offsets, mask = places(token, end, head, H, DV, C)
-    V = load(v, offsets, mask) * b[:, None]
-    tl.store(Y + offsets, dot(T, V, P).to(Y.dtype.element_ty), mask=mask)
+    tl.store(Z + base + offsets, dot(T, K * left[:, None], P).to(Z.dtype.element_ty), mask=mask)
+    base, offsets, mask = places(token, end, head, H, DV, C)
+    V = load(v + base, offsets, mask) * b[:, None]
+    tl.store(Y + base + offsets, dot(T, V, P).to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -123,18 +122,19 @@ def carry_kernel(k, w, v, beta, g, Y, Z, states, initial, final, chunks, sequenc
     S = tl.zeros([DK, BV], tl.float32)
     if HAS_INITIAL:
         S += tl.load(initial + line * DK * DV + square)
-    for chunk in range(first, last):
+    for i in range(0, last - first):
+        chunk = first + i
         token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
-        offsets, mask = places(token, end, head, H, DK, C)
-        row = token + tl.arange(0, C)
-        values = (row.to(tl.int64) * H + head)[:, None] * DV + column[None, :]
+        base, offsets, mask = places(token, end, head, H, DK, C)
+        base_v = (token.to(tl.int64) * H + head) * DV
+        values = (tl.arange(0, C) * (H * DV))[:, None] + column[None, :]
         tl.store(states + (chunk.to(tl.int64) * H + head) * DK * DV + square, S.to(states.dtype.element_ty))
-        W = load(w, offsets, mask) if HAS_W else load_key(k, offsets, mask, F, UNIT)
+        W = load(w + base, offsets, mask) if HAS_W else load_key(k + base, offsets, mask, F, UNIT)
         if ERASE:
-            E = load(Y, values, mask) - dot(load(Z, offsets, mask), S, P)
-            tl.store(Y + values, E.to(Y.dtype.element_ty), mask=mask)
+            E = load(Y + base_v, values, mask) - dot(load(Z + base, offsets, mask), S, P)
+            tl.store(Y + base_v + values, E.to(Y.dtype.element_ty), mask=mask)
         else:
-            E = load(v, values, mask)
+            E = load(v + base_v, values, mask)
         if HAS_G:
             G, G_end = load_decay(g, token, end, head, H, C, HAS_G)
             E = E * tl.exp(G_end - G)[:, None]
@@ -144,41 +144,40 @@ def carry_kernel(k, w, v, beta, g, Y, Z, states, initial, final, chunks, sequenc
 
 
 @triton.jit
-def read_kernel(q, k, w, r, E, g, states, z, o, scales, chunks, H, F: tl.constexpr, UNIT: tl.constexpr,
-                HAS_W: tl.constexpr, HAS_R: tl.constexpr, HAS_G: tl.constexpr, NORMALIZED: tl.constexpr,
+def read_kernel(q, k, w, E, g, states, z, o, scales, chunks, H, F: tl.constexpr, UNIT: tl.constexpr,
+                HAS_W: tl.constexpr, HAS_G: tl.constexpr, NORMALIZED: tl.constexpr,
                 FLOOR: tl.constexpr, EPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
                 P: tl.constexpr):
     """o of a chunk, and the factor that took it from S q: 1/denominator (negative: the floor) or 1/rms."""
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program // H, program % H
     token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
-    offsets, mask = places(token, end, head, H, DK, C)
+    base, offsets, mask = places(token, end, head, H, DK, C)
     line, key = tl.arange(0, C), tl.arange(0, DK)
     lower = line[:, None] >= line[None, :]
-    W = load(w, offsets, mask) if HAS_W else load_key(k, offsets, mask, F, UNIT)
-    features_q = feature(load(q, offsets, mask), mask, F)
-    Q = load(r, offsets, mask) if HAS_R else features_q
+    W = load(w + base, offsets, mask) if HAS_W else load_key(k + base, offsets, mask, F, UNIT)
+    Q = feature(load(q + base, offsets, mask), mask, F)
     G, _ = load_decay(g, token, end, head, H, C, HAS_G)
     weights = masked_decay(dot(Q, tl.trans(W), P), G, lower, HAS_G)
     start = tl.load(states + program * DK * DV + key[:, None] * DV + tl.arange(0, DV)[None, :])
     out = dot(Q, start, P)
     if HAS_G:
         out = out * tl.exp(G)[:, None]
-    values, mask_v = places(token, end, head, H, DV, C)
-    out += dot(weights, load(E, values, mask_v), P)
+    base_v, values, mask_v = places(token, end, head, H, DV, C)
+    out += dot(weights, load(E + base_v, values, mask_v), P)
     if NORMALIZED:
-        K = feature(load(k, offsets, mask), mask, F)
-        denominator = tl.sum(features_q * tl.load(z + program * DK + key)[None, :], 1)
-        denominator += tl.sum(tl.where(lower, dot(features_q, tl.trans(K), P), 0.0), 1)
+        K = feature(load(k + base, offsets, mask), mask, F)
+        denominator = tl.sum(Q * tl.load(z + program * DK + key)[None, :], 1)
+        denominator += tl.sum(tl.where(lower, dot(Q, tl.trans(K), P), 0.0), 1)
         scale = 1 / tl.maximum(denominator, FLOOR)
         out = out * scale[:, None]
         scale = tl.where(denominator >= FLOOR, scale, -scale)
     else:
         scale = tl.rsqrt(tl.sum(out * out, 1) / DV + EPS)
         out = out * scale[:, None]
-    row = token + line
-    tl.store(scales + row.to(tl.int64) * H + head, scale, mask=row < end)
-    tl.store(o + values, out.to(o.dtype.element_ty), mask=mask_v)
+    base, offsets, mask = token_places(token, end, head, H, C)
+    tl.store(scales + base + offsets, scale, mask=mask)
+    tl.store(o + base_v + values, out.to(o.dtype.element_ty), mask=mask_v)
 
 
 @triton.jit
@@ -187,8 +186,8 @@ def key_sum_kernel(k, sums, chunks, H, F: tl.constexpr, D: tl.constexpr, C: tl.c
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program // H, program % H
     token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
-    offsets, mask = places(token, end, head, H, D, C)
-    x = feature(load(k, offsets, mask), mask, F)
+    base, offsets, mask = places(token, end, head, H, D, C)
+    x = feature(load(k + base, offsets, mask), mask, F)
     tl.store(sums + program * D + tl.arange(0, D), tl.sum(x, 0))
 
 
@@ -251,7 +250,7 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
         z_last = scan(z, table, 0, z0)
     o = torch.empty(tokens, heads, dv, dtype=v.dtype, device=device)
     scales = torch.empty(tokens, heads, dtype=torch.float32, device=device)
-    read_kernel[grid](keys.q, keys.k, keys.w, keys.r, E, g, states, z, o, scales, table.chunks, heads, **key_options,
-                      **sizes, HAS_R=keys.r is not None, HAS_G=g is not None, NORMALIZED=normalized, FLOOR=floor,
+    read_kernel[grid](keys.q, keys.k, keys.w, E, g, states, z, o, scales, table.chunks, heads, **key_options,
+                      **sizes, HAS_G=g is not None, NORMALIZED=normalized, FLOOR=floor,
                       EPS=eps, P=precision.memory, num_warps=nw)
     return o, final, z_last, Memory(inverse, Z, E, states, z, scales)

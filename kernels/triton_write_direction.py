@@ -11,8 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_common import (LEAF, Precision, Tables, dot, feature, feature_slope, inverse_norm, load, places, scan,
-                                   unit_rows, unit_rows_gradient)
+from kernels.triton_common import (LEAF, Precision, Tables, dot, feature, feature_slope, load, places, scan,
+                                   token_places, unit_rows, unit_rows_gradient)
+
+
+@triton.jit
+def dot_wide(a, b):
+    return tl.dot(a, b, out_dtype=tl.float64)
+
+
+@triton.jit
+def unit_columns(x):
+    squared = tl.sum(x * x, 0)
+    return x * tl.where(squared > 0, 1 / tl.sqrt(tl.where(squared > 0, squared, 1.0)), 0.0)[None, :]
 
 
 @triton.jit
@@ -25,6 +36,12 @@ def unit_float64(x, scale):
 
 
 @triton.jit
+def round_to(x, unit):
+    """The nearest multiple of 1/unit."""
+    return tl.floor(x * unit + 0.5) / unit
+
+
+@triton.jit
 def load_direction(u, offsets, mask, scale, F: tl.constexpr, FROM_KEY: tl.constexpr, WIDE: tl.constexpr):
     """Penalty directions: rows of u (of the key's features where u is the key), normalised to `scale`."""
     x = load(u, offsets, mask)
@@ -33,23 +50,32 @@ def load_direction(u, offsets, mask, scale, F: tl.constexpr, FROM_KEY: tl.conste
     if WIDE:
         return unit_float64(x, scale)
     else:
-        return unit_rows(x) * scale
+        return round_to(unit_rows(x), 32768.0) * scale
 
 
 @triton.jit
 def gram_kernel(u, gram, stretches, H, scale, F: tl.constexpr, FROM_KEY: tl.constexpr, D: tl.constexpr,
-                C: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr):
+                C: tl.constexpr, WIDE: tl.constexpr):
+    """Σ u uᵀ of a stretch, float64. A unit row in multiples of 2⁻¹⁵ is two bfloat16 rows whose products sum up exactly
+    in float32, so that the sum is exactly that of the rows the other kernels use, however many they are."""
     program = tl.program_id(0).to(tl.int64)
     stretch, head = program // H, program % H
     token, end = tl.load(stretches + stretch * 3), tl.load(stretches + stretch * 3 + 1)
     total = tl.zeros([D, D], tl.float64)
-    for start in range(token, end, C):
-        offsets, mask = places(start, end, head, H, D, C)
-        U = load_direction(u, offsets, mask, scale, F, FROM_KEY, WIDE)
+    for i in range(0, (end - token + C - 1) // C):
+        base, offsets, mask = places(token + i * C, end, head, H, D, C)
         if WIDE:
-            total += tl.dot(tl.trans(U), U, out_dtype=tl.float64)
+            U = load_direction(u + base, offsets, mask, scale, F, FROM_KEY, WIDE)
+            total += dot_wide(tl.trans(U), U)
         else:
-            total += dot(tl.trans(U), U, P).to(tl.float64)
+            U = load_direction(u + base, offsets, mask, 1.0, F, FROM_KEY, WIDE)
+            high = round_to(U, 128.0)
+            low = (U - high) * 256.0
+            cross = dot(tl.trans(high), low, "bf16") * 0.00390625
+            partial = dot(tl.trans(high), high, "bf16").to(tl.float64) + (cross + tl.trans(cross)).to(tl.float64)
+            total += partial + (dot(tl.trans(low), low, "bf16") * 1.52587890625e-05).to(tl.float64)
+    if not WIDE:
+        total *= scale.to(tl.float64) * scale
     at = tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(gram + program * D * D + at, total)
 
@@ -94,11 +120,12 @@ def leaf_factor(G, N: tl.constexpr):
 @triton.jit
 def map_kernel(u, x, w, norms, inverses, out, out_norms, outer, stretches, H, scale, F: tl.constexpr,
                FROM_KEY: tl.constexpr, X: tl.constexpr, UNIT: tl.constexpr, BACKWARD: tl.constexpr, D: tl.constexpr,
-               N: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr):
-    """Walks a stretch. X says what is mapped: "u" itself, "unit" or "raw" features of the key x, features of the "query" x.
+               N: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, PX: tl.constexpr):
+    """Walks a stretch. X says what is mapped: "u" itself, "unit" or "raw" features of x, or a "gradient" x.
 
     Forward: out = A_t x_t (with UNIT its direction, and its length in out_norms). Backward: x is the gradient of that
-    output w; out = b = A_t da_t, and outer = Σ b aᵀ + a bᵀ over the stretch.
+    output w; out = b = A_t da_t, and outer = Σ b aᵀ + a bᵀ over the stretch. Tokens are columns here: [D, N] tiles keep
+    all warps busy where [N, D] ones would not.
     """
     program = tl.program_id(0).to(tl.int64)
     stretch, head = program // H, program % H
@@ -106,71 +133,72 @@ def map_kernel(u, x, w, norms, inverses, out, out_norms, outer, stretches, H, sc
     line, leaf = tl.arange(0, D), tl.arange(0, N)
     square = line[:, None] * D + line[None, :]
     A = tl.load(inverses + program * D * D + square)
-    lower = leaf[:, None] >= leaf[None, :]
     if BACKWARD:
         total = tl.zeros([D, D], tl.float32)
-    for start in range(token, end, N):
-        offsets, mask = places(start, end, head, H, D, N)
-        U = load_direction(u, offsets, mask, scale, F, FROM_KEY, WIDE)
+    for i in range(0, (end - token + N - 1) // N):
+        base_t, per_token, mask_t = token_places(token + i * N, end, head, H, N)
+        base, offsets, mask = base_t * D, per_token[None, :] * D + line[:, None], mask_t[None, :]
+        U = load(u + base, offsets, mask)
+        if FROM_KEY:
+            U = feature(U, mask, F)
         if WIDE:
-            UA = tl.dot(U, A, out_dtype=tl.float64).to(tl.float32)
-            U = U.to(tl.float32)
+            U64 = unit_columns(U.to(tl.float64)) * scale
+            AU = dot_wide(A, U64).to(tl.float32)
+            U = U64.to(tl.float32)
         else:
-            UA = dot(U, A, P)
-        G = dot(UA, tl.trans(U), P)
-        G = (G + tl.trans(G)) * 0.5 + tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
-        R, pivots = leaf_factor(G, N)
-        Y = dot(R, UA, P)
-        W = Y * tl.sqrt(pivots)[:, None]
+            U = round_to(unit_columns(U), 32768.0) * scale
+            AU = dot(A, U, P)
+        gram = dot(tl.trans(U), AU, P)
+        gram = (gram + tl.trans(gram)) * 0.5 + tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
+        R, pivots = leaf_factor(gram, N)
+        Y = dot(AU, tl.trans(R), P)
+        W = Y * tl.sqrt(pivots)[None, :]
         if X == "u":
-            a = Y * pivots[:, None] * (1 / scale)
+            a = Y * pivots[None, :] * (1 / scale)
         else:
+            V = load(x + base, offsets, mask)
             if BACKWARD:
-                V = load(x, offsets, mask)
-                direction = load(w, offsets, mask)
+                direction = load(w + base, offsets, mask)
                 if UNIT:
-                    row = start + leaf
-                    at = row.to(tl.int64) * H + head
-                    length = tl.load(norms + at, mask=row < end, other=0)
-                    V = V - direction * tl.sum(V * direction, 1)[:, None]
-                    V = V * tl.where(length > 0, 1 / tl.where(length > 0, length, 1.0), 0.0)[:, None]
-                    direction = direction * length[:, None]
+                    length = tl.load(norms + base_t + per_token, mask=mask_t, other=0)
+                    V = V - direction * tl.sum(V * direction, 0)[None, :]
+                    V = V * tl.where(length > 0, 1 / tl.where(length > 0, length, 1.0), 0.0)[None, :]
+                    direction = direction * length[None, :]
             else:
-                V = load(x, offsets, mask)
                 V = feature(V, mask, F)
                 if X == "unit":
-                    V = unit_rows(V)
+                    V = unit_columns(V)
             if WIDE:
-                a = tl.dot(V.to(tl.float64), A, out_dtype=tl.float64).to(tl.float32)
+                a = dot_wide(A, V.to(tl.float64)).to(tl.float32)
             else:
-                a = dot(V, A, P)
-            a -= dot(tl.where(lower, dot(V, tl.trans(W), P), 0.0), W, P)
+                a = dot(A, V, PX)
+            within = tl.where(leaf[:, None] <= leaf[None, :], dot(tl.trans(W), V, PX), 0.0)
+            a -= dot(W, within, PX)
         if WIDE:
             W64 = W.to(tl.float64)
-            A -= tl.dot(tl.trans(W64), W64, out_dtype=tl.float64)
+            A -= dot_wide(W64, tl.trans(W64))
         else:
-            A -= dot(tl.trans(W), W, P)
+            A -= dot(W, tl.trans(W), P)
         if BACKWARD:
-            total += dot(tl.trans(a), direction, P)
+            total += dot(a, tl.trans(direction), PX)
         elif UNIT:
-            row = start + leaf
-            at = row.to(tl.int64) * H + head
-            scaled = inverse_norm(a)
-            tl.store(out_norms + at, tl.where(scaled > 0, 1 / tl.where(scaled > 0, scaled, 1.0), 0.0), mask=row < end)
-            a = a * scaled[:, None]
-        tl.store(out + offsets, a.to(out.dtype.element_ty), mask=mask)
+            squared = tl.sum(a * a, 0)
+            length = tl.sqrt(squared)
+            tl.store(out_norms + base_t + per_token, length, mask=mask_t)
+            a = a * tl.where(squared > 0, 1 / tl.where(squared > 0, length, 1.0), 0.0)[None, :]
+        tl.store(out + base + offsets, a.to(out.dtype.element_ty), mask=mask)
     if BACKWARD:
         tl.store(outer + program * D * D + square, total + tl.trans(total))
 
 
 @triton.jit
-def direction_gradient_kernel(u, k, x, w, norms, b, later, du, dk, dx, stretches, H, scale, F: tl.constexpr,
+def direction_gradient_kernel(u, k, w, norms, b, later, du, dk, stretches, H, scale, F: tl.constexpr,
                               FROM_KEY: tl.constexpr, X: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr,
                               C: tl.constexpr, P: tl.constexpr):
     """du_s = −Σ_{t>=s} b_t (a_t·u_s) + a_t (b_t·u_s), walking a stretch backwards, down to the raw inputs.
 
     later [D, D]: Σ b aᵀ + a bᵀ of the stretches that follow. Adds to dk (the key's part of b and, where u is the key, of
-    du) and, for X = "query" (mesa), to dx.
+    du).
     """
     program = tl.program_id(0).to(tl.int64)
     stretch, head = program // H, program % H
@@ -181,14 +209,14 @@ def direction_gradient_kernel(u, k, x, w, norms, b, later, du, dk, dx, stretches
     steps = (end - token + C - 1) // C
     for i in range(0, steps):
         start = token + (steps - 1 - i) * C
-        offsets, mask = places(start, end, head, H, D, C)
-        raw_u = load(u, offsets, mask)
+        base, offsets, mask = places(start, end, head, H, D, C)
+        raw_u = load(u + base, offsets, mask)
         features_u = feature(raw_u, mask, F) if FROM_KEY else raw_u
         U = unit_rows(features_u) * scale
-        B, a = load(b, offsets, mask), load(w, offsets, mask)
+        B, a = load(b + base, offsets, mask), load(w + base, offsets, mask)
         if UNIT:
-            row = start + chunk
-            a = a * tl.load(norms + row.to(tl.int64) * H + head, mask=row < end, other=0)[:, None]
+            base_t, per_token, mask_t = token_places(start, end, head, H, C)
+            a = a * tl.load(norms + base_t + per_token, mask=mask_t, other=0)[:, None]
         dU = dot(U, onwards, P)
         dU += dot(tl.where(upper, dot(U, tl.trans(a), P), 0.0), B, P)
         dU += dot(tl.where(upper, dot(U, tl.trans(B), P), 0.0), a, P)
@@ -200,18 +228,14 @@ def direction_gradient_kernel(u, k, x, w, norms, b, later, du, dk, dx, stretches
                 dU += unit_rows_gradient(features_u, B)
             elif X == "raw":
                 dU += B
-            dU = dU * feature_slope(raw_u, F) + load(dk, offsets, mask)
-            tl.store(dk + offsets, dU.to(dk.dtype.element_ty), mask=mask)
+            dU = dU * feature_slope(raw_u, F) + load(dk + base, offsets, mask)
+            tl.store(dk + base + offsets, dU.to(dk.dtype.element_ty), mask=mask)
         else:
-            tl.store(du + offsets, dU.to(du.dtype.element_ty), mask=mask)
-            raw = load(k, offsets, mask)
+            tl.store(du + base + offsets, dU.to(du.dtype.element_ty), mask=mask)
+            raw = load(k + base, offsets, mask)
             dK = unit_rows_gradient(feature(raw, mask, F), B) if X == "unit" else B
-            dK = dK * feature_slope(raw, F) + load(dk, offsets, mask)
-            tl.store(dk + offsets, dK.to(dk.dtype.element_ty), mask=mask)
-        if X == "query":
-            raw = load(x, offsets, mask)
-            dX = B * feature_slope(raw, F) + load(dx, offsets, mask)
-            tl.store(dx + offsets, dX.to(dx.dtype.element_ty), mask=mask)
+            dK = dK * feature_slope(raw, F) + load(dk + base, offsets, mask)
+            tl.store(dk + base + offsets, dK.to(dk.dtype.element_ty), mask=mask)
 
 
 def start_inverses(u: Tensor, M0: Tensor, table: Tables, from_key: bool, feature_map: str, scale: float,
@@ -224,7 +248,7 @@ def start_inverses(u: Tensor, M0: Tensor, table: Tables, from_key: bool, feature
     matrices = torch.empty(len(table.stretches), heads, d, d, dtype=torch.float64, device=u.device)
     grid = (len(table.stretches) * heads,)
     gram_kernel[grid](u, matrices, table.stretches, heads, scale, F=feature_map, FROM_KEY=from_key, D=d, C=64 if d < 128 else 32,
-                      WIDE=precision.wide, P=precision.direction, num_warps=4 if d < 128 else 8)
+                      WIDE=precision.wide, num_warps=4 if d < 128 else 8)
     M_last = scan(matrices, table, 2, M0)
     inverses = matrices if precision.wide else torch.empty_like(matrices, dtype=torch.float32)
     inverse_kernel[grid](matrices, inverses, D=d, num_warps={16: 1, 32: 1, 64: 4, 128: 8}[d])
@@ -239,17 +263,17 @@ def apply_map(u: Tensor, x: Tensor, inverses: Tensor, table: Tables, *, from_key
     norms = torch.empty(tokens, heads, dtype=torch.float32, device=u.device) if unit else None
     map_kernel[(len(table.stretches) * heads,)](
         u, x, None, None, inverses, out, norms, None, table.stretches, heads, scale, F=feature_map, FROM_KEY=from_key,
-        X=x_is, UNIT=unit, BACKWARD=False, D=d, N=LEAF, WIDE=precision.wide, P=precision.direction, num_warps=map_warps(d))
+        X=x_is, UNIT=unit, BACKWARD=False, D=d, N=LEAF, WIDE=precision.wide, P=precision.direction, PX=precision.reading,
+        num_warps=map_warps(d))
     return out, norms
 
 
-def map_gradient(dw: Tensor, u: Tensor, k: Tensor, x: Tensor, w: Tensor, norms: Tensor | None, inverses: Tensor,
-                 table: Tables, dk: Tensor, dx: Tensor | None, dM_last: Tensor | None, *, from_key: bool,
-                 feature_map: str, scale: float, x_is: str, unit: bool,
-                 precision: Precision) -> tuple[Tensor | None, Tensor]:
+def map_gradient(dw: Tensor, u: Tensor, k: Tensor, w: Tensor, norms: Tensor | None, inverses: Tensor, table: Tables,
+                 dk: Tensor, dM_last: Tensor | None, *, from_key: bool, feature_map: str, scale: float, x_is: str,
+                 unit: bool, precision: Precision) -> tuple[Tensor | None, Tensor]:
     """Gradient of `apply_map` and `start_inverses` for the gradient dw of the map's output w, down to the raw inputs.
 
-    Adds the key's part to dk and, for x_is "query", the query's to dx; returns du (None where u is the key) and dM0.
+    Adds the key's part to dk; returns du (None where u is the key) and dM0.
     """
     tokens, heads, d = u.shape
     b = torch.empty(tokens, heads, d, dtype=precision.store, device=u.device)
@@ -257,16 +281,16 @@ def map_gradient(dw: Tensor, u: Tensor, k: Tensor, x: Tensor, w: Tensor, norms: 
     grid = (len(table.stretches) * heads,)
     map_kernel[grid](u, dw, w, norms, inverses, b, None, outer, table.stretches, heads, scale, F=feature_map,
                      FROM_KEY=from_key, X="gradient", UNIT=unit, BACKWARD=True, D=d, N=LEAF, WIDE=precision.wide,
-                     P=precision.direction, num_warps=map_warps(d))
+                     P=precision.direction, PX=precision.reading, num_warps=map_warps(d))
     initial = None
     if dM_last is not None:
         dM_last = (dM_last + dM_last.mT) / 2
         initial = (dM_last * -2).contiguous()
     total = scan(outer, table, 2, initial, reverse=True)
     du = None if from_key else torch.empty_like(u)
-    direction_gradient_kernel[grid](u, k, x, w, norms, b, outer, du, dk, dx, table.stretches, heads, scale,
+    direction_gradient_kernel[grid](u, k, w, norms, b, outer, du, dk, table.stretches, heads, scale,
                                     F=feature_map, FROM_KEY=from_key, X="unit" if x_is == "u" else x_is, UNIT=unit, D=d,
-                                    C=64 if d < 128 else 32, P=precision.memory if precision.memory != "bf16" else "tf32", num_warps=4 if d < 128 else 8)
+                                    C=64 if d < 128 else 32, P=precision.reading, num_warps=4 if d < 128 else 8)
     return du, total.double() * -0.5
 
 

@@ -1,0 +1,217 @@
+"""The Triton backend: one registered forward and one backward operator around the kernels, and the operator's `Call`."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels import triton_delta_rule as delta_rule
+from kernels import triton_delta_rule_backward as delta_rule_backward
+from kernels import triton_write_direction as write_direction
+from kernels.features import DENOMINATOR_EPS, HEAD_NORM_EPS
+from kernels.state import PENALTY_RULES, Output, State
+from kernels.triton_common import CHUNK, Precision, Tables, tables
+from kernels.write_direction import checked_inverse, spd_inverse
+
+HEAD_SIZES = (16, 32, 64, 128)
+PRECISIONS = ("bf16", "tf32", "tf32x3", "ieee")
+NAMES = ("w", "norms", "inverses", "inverse", "Z", "E", "states", "z", "scales")  # kept for the backward pass
+STRETCH = 16 * CHUNK
+
+
+def unsupported(call) -> str | None:
+    """Why these kernels do not take a call, as the end of a sentence; None where they do."""
+    dk, dv = call.q.shape[-1], call.v.shape[-1]
+    if dk not in HEAD_SIZES or dv not in HEAD_SIZES:
+        return f"head sizes {', '.join(map(str, HEAD_SIZES))} only, not {dk} (keys) and {dv} (values)"
+    if call.q.dtype == torch.float64:
+        return "bfloat16, float16 and float32 only, not float64"
+    if call.q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return f"CUDA tensors only, not {call.q.device.type} ones (or TRITON_INTERPRET=1 from the start, for tests)"
+    return None
+
+
+def run(call, precision: str | None = None) -> Output:
+    """Run a validated `arguments.Call`.
+
+    precision: of matmul inputs, "bf16", "tf32", "tf32x3" or "ieee"; None: bf16 for bfloat16 input, tf32 for float16, and
+    for float32 what `torch.get_float32_matmul_precision()` says ("highest": tf32x3, else tf32).
+    Raises ValueError for head sizes, dtypes and devices these kernels do not take, with the mend.
+    """
+    reason = unsupported(call)
+    if reason is not None:
+        raise ValueError(f"backend 'triton' takes {reason}; use backend='chunked', which takes any")
+    if precision is None:
+        exact = torch.get_float32_matmul_precision() == "highest"
+        precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(call.q.dtype, "tf32x3" if exact else "tf32")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; choose one of {', '.join(map(repr, PRECISIONS))}")
+    rule, state = call.write_rule, call.initial_state
+    rows, n, (dk, dv) = call.q.shape[:2], call.sequences, (call.q.shape[-1], call.v.shape[-1])
+    heads = call.q.shape[2]
+
+    def line(x):
+        return None if x is None else x.reshape(rows[0] * rows[1], *x.shape[2:]).contiguous()
+
+    M0 = None
+    if rule in PENALTY_RULES:
+        if state is None:
+            M0 = torch.diag_embed(call.penalty[None, :, None].expand(n, heads, dk))
+        else:
+            M0 = checked_inverse(state.full_penalty_inverse().flatten(0, 1)).view(n, heads, dk, dk)
+    S0 = z0 = None
+    if state is not None:
+        S0 = state.S.float().mT.contiguous()
+        z0 = None if state.z is None else state.z.float().contiguous()
+    results = forward_op(
+        line(call.q), line(call.k), line(call.v), line(call.u), line(None if rule == "linear" else call.beta),
+        line(call.g), M0, S0, z0, rows[0], None if call.bounds is None else list(call.bounds), rule, call.erase_key,
+        call.feature_map, call.readout == "normalized", dk ** -0.5 if call.u_scale == "inverse_sqrt_d" else 1.0, precision)
+    o, M_last, S_last, z_last = results[:4]
+    final = diagnostics = None
+    if call.output_final_state:
+        final = State(S_last.mT, None, z_last if call.readout == "normalized" else None)
+        if M0 is not None:
+            final = final.with_penalty_inverse(spd_inverse(M_last), torch.float32)
+    if call.diagnostics:
+        from kernels.chunked import chunked
+
+        with torch.no_grad():
+            diagnostics = chunked(replace(call, output_final_state=False)).diagnostics
+    return Output(o.view(call.v.shape), final, diagnostics)
+
+
+def resolve(precision: str, device: torch.device) -> Precision:
+    """The kernels' precisions for one word; under the interpreter tf32 and bf16 are float32."""
+    if device.type != "cuda":
+        precision = "ieee" if precision != "bf16" else precision
+    if precision == "bf16":
+        return Precision("bf16", "tf32", "tf32x3", "tf32", False, torch.bfloat16)
+    if precision == "tf32":
+        return Precision("tf32", "tf32", "tf32x3", "tf32", False, torch.float32)
+    return Precision(precision, precision, precision, precision, True, torch.float32)
+
+
+def _plan(k: Tensor, w, rule: str, erase_key: str, feature_map: str, q: Tensor):
+    unit = rule != "linear" and erase_key == "unit"
+    return delta_rule.Keys(q, k, w, unit, rule != "linear", feature_map)
+
+
+def _map_options(u, rule: str, erase_key: str, feature_map: str, scale: float, precision: Precision) -> dict:
+    x_is = "raw" if erase_key == "raw" else "u" if u is None else "unit"
+    return dict(from_key=u is None, feature_map=feature_map, scale=scale, x_is=x_is, unit=rule == "unit",
+                precision=precision)
+
+
+def _tables(k: Tensor, rows: int, bounds) -> Tables:
+    return tables(rows, k.shape[0] // rows, None if bounds is None else tuple(bounds), STRETCH, k.device)
+
+
+def _on(x: Tensor):
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+@torch.library.custom_op("vla_kernels::forward", mutates_args=())
+def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor | None, g: Tensor | None,
+               M0: Tensor | None, S0: Tensor | None, z0: Tensor | None, rows: int, bounds: Sequence[int] | None,
+               rule: str, erase_key: str, feature_map: str, normalized: bool, u_scale: float,
+               precision: str) -> list[Tensor]:
+    """o, M_last, S_last, z_last and what NAMES lists, on the line of tokens; empty tensors for what a rule has not."""
+    p, table = resolve(precision, q.device), _tables(k, rows, bounds)
+    empty = q.new_empty(0)
+    w = norms = inverses = M_last = None
+    with _on(q):
+        if M0 is not None:
+            direction = k if u is None else u
+            options = _map_options(u, rule, erase_key, feature_map, u_scale, p)
+            inverses, M_last = write_direction.start_inverses(direction, M0.contiguous(), table, u is None, feature_map,
+                                                              u_scale, p)
+            w, norms = write_direction.apply_map(direction, k, inverses, table, **options)
+        keys = _plan(k, w, rule, erase_key, feature_map, q)
+        o, S_last, z_last, memory = delta_rule.memory_forward(keys, v, beta, g, S0, z0, normalized, table, p,
+                                                              DENOMINATOR_EPS, HEAD_NORM_EPS)
+    E = memory.E if keys.erase else None
+    kept = (M_last, S_last, z_last, w, norms, inverses, memory.inverse, memory.Z, E, memory.states, memory.z, memory.scales)
+    return [o, *(q.new_empty(0) if x is None else x for x in kept)]
+
+
+@forward_op.register_fake
+def _(q, k, v, u, beta, g, M0, S0, z0, rows, bounds, rule, erase_key, feature_map, normalized, u_scale, precision):
+    tokens, heads, dk = k.shape
+    dv, p = v.shape[-1], resolve(precision, q.device)
+    if bounds is None:
+        n, length = rows, tokens // rows
+        chunks, stretches = (n * ((length + size - 1) // size) for size in (CHUNK, STRETCH))
+    else:
+        lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+        n = len(lengths)
+        chunks, stretches = (sum(-(-length // size) for length in lengths) for size in (CHUNK, STRETCH))
+    penal, erase = M0 is not None, rule != "linear"
+
+    def tensor(given, *shape, dtype=torch.float32):
+        return q.new_empty(shape, dtype=dtype) if given else q.new_empty(0)
+
+    return [
+        torch.empty_like(v), tensor(penal, n, heads, dk, dk, dtype=torch.float64), tensor(True, n, heads, dk, dv),
+        tensor(normalized, n, heads, dk), tensor(penal, tokens, heads, dk, dtype=p.store),
+        tensor(penal and rule == "unit", tokens, heads),
+        tensor(penal, stretches, heads, dk, dk, dtype=torch.float64 if p.wide else torch.float32),
+        tensor(erase, chunks * heads, CHUNK, CHUNK, dtype=p.store), tensor(erase, tokens, heads, dk, dtype=p.store),
+        tensor(erase, tokens, heads, dv, dtype=p.store), tensor(True, chunks, heads, dk, dv, dtype=p.store),
+        tensor(normalized, chunks, heads, dk), tensor(True, tokens, heads)]
+
+
+@torch.library.custom_op("vla_kernels::backward", mutates_args=())
+def backward_op(do: Tensor, dM_last: Tensor | None, dS_last: Tensor | None, dz_last: Tensor | None, q: Tensor,
+                k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor | None, g: Tensor | None, M0: Tensor | None,
+                o: Tensor, kept: Sequence[Tensor], rows: int, bounds: Sequence[int] | None, rule: str, erase_key: str,
+                feature_map: str, normalized: bool, u_scale: float, precision: str) -> list[Tensor]:
+    """dq, dk, dv, du, dbeta, dg, dM0, dS0, dz0; empty tensors for what was not given."""
+    p, table = resolve(precision, q.device), _tables(k, rows, bounds)
+    kept = {name: None if x.numel() == 0 else x for name, x in zip(NAMES, kept)}
+    memory = delta_rule.Memory(kept["inverse"], kept["Z"], v if kept["E"] is None else kept["E"], kept["states"],
+                               kept["z"], kept["scales"])
+    keys = _plan(k, kept["w"], rule, erase_key, feature_map, q)
+    du = dM0 = None
+    with _on(q):
+        do, dM_last, dS_last, dz_last = (None if x is None else x.contiguous() for x in (do, dM_last, dS_last, dz_last))
+        dq, dk, dw, dv, dbeta, dg, dS0, dz0 = delta_rule_backward.memory_backward(
+            do, dS_last, dz_last, keys, v, beta, g, o, memory, table, p)
+        if M0 is not None:
+            options = _map_options(u, rule, erase_key, feature_map, u_scale, p)
+            du, dM0 = write_direction.map_gradient(dw, k if u is None else u, k, kept["w"], kept["norms"],
+                                                   kept["inverses"], table, dk, dM_last, **options)
+    return [q.new_empty(0) if x is None else x for x in (dq, dk, dv, du, dbeta, dg, dM0, dS0, dz0)]
+
+
+@backward_op.register_fake
+def _(do, dM_last, dS_last, dz_last, q, k, v, u, beta, g, M0, o, kept, rows, bounds, rule, erase_key, feature_map,
+      normalized, u_scale, precision):
+    heads, dk, dv = q.shape[1], q.shape[2], v.shape[2]
+    n = rows if bounds is None else len(bounds) - 1
+    like = [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, u, beta, g, M0)]
+    dz0 = q.new_empty((n, heads, dk), dtype=torch.float32) if normalized else q.new_empty(0)
+    return [*like, q.new_empty((n, heads, dk, dv), dtype=torch.float32), dz0]
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, u, beta, g, M0, S0, z0, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, u, beta, g, M0, output[0], *output[4:])
+    ctx.given = [x is not None for x in (u, beta, g, M0, S0, z0)]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grads):
+    q, k, v, u, beta, g, M0, o, *kept = ctx.saved_tensors
+    do, dM_last, dS_last, dz_last = grads[:4]
+    if do is None:
+        do = torch.zeros_like(o)
+    dq, dk, dv, *rest = backward_op(do, dM_last, dS_last, dz_last, q, k, v, u, beta, g, M0, o, kept, *ctx.options)
+    rest = [x if given else None for x, given in zip(rest, ctx.given)]
+    return dq, dk, dv, *rest, *[None] * len(ctx.options)
+
+
+forward_op.register_autograd(_backward, setup_context=_setup)
