@@ -123,8 +123,8 @@ class RunCheckpoint(ModelCheckpoint):
             if trainer.is_global_zero:
                 remove(aside)
             raise CheckpointError(
-                f"Could not save {aside.with_suffix('')}: {problem or 'another rank failed'} ({left / 1e6:,.1f} MB were "
-                "left on the disk). The older checkpoints there are untouched: free some space, then resume."
+                f"Could not save {aside.with_suffix('')}: {problem or 'another rank failed'} ({left / 1e6:,.1f} MB "
+                "were left on the disk). The older checkpoints there are untouched: free some space, then resume."
             ) from problem
 
     def _make_room(self, aside: Path) -> None:

@@ -45,7 +45,8 @@ def test_saves_marks_links_and_prunes(tmp_path, accumulation):
 @pytest.mark.parametrize("mode, pick", [("min", min), ("max", max)])
 def test_keeps_the_best(tmp_path, mode, pick):
     _, every = fit(tmp_path / "all", 10, keep_last=99)
-    scores = {p.name: m["score"] for p, m in checkpoint_files.complete_checkpoints(tmp_path / "all/checkpoints").items()}
+    found = checkpoint_files.complete_checkpoints(tmp_path / "all" / "checkpoints")
+    scores = {path.name: marker["score"] for path, marker in found.items()}
     best = pick(scores, key=scores.get)
     assert len(scores) == 5
     _, saver = fit(tmp_path / "run", 10, keep_last=1, keep_best=1, mode=mode)

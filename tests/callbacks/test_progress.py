@@ -22,7 +22,9 @@ def test_chooses_by_the_terminal(monkeypatch):
 def test_plain_lines(tmp_path, capsys, accumulation):
     data = TinyData(step_rows=4, micro=4 // accumulation)
     trainer(tmp_path, 6, [StepLines(0.0), Throughput()], enable_progress_bar=True, log_every_n_steps=2,
-            accumulate_grad_batches=accumulation, val_check_interval=3 * accumulation).fit(TinyModel(), datamodule=data)  # fmt: skip
+            accumulate_grad_batches=accumulation, val_check_interval=3 * accumulation).fit(
+        TinyModel(), datamodule=data
+    )  # fmt: skip
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split(",")[0] for line in lines] == [f"step {s}/6" for s in (1, 2, 3, 3, 4, 5, 6, 6)]
     assert re.fullmatch(r"step 5/6, loss \d\.\d{4}, val loss \d\.\d{4}, tokens/s [\d,]+, ETA 0:00:0\d", lines[5])

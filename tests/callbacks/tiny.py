@@ -95,7 +95,7 @@ def collate(rows):
 
 
 class TinyData(pl.LightningDataModule):
-    """``micro`` rows a micro-batch, ``step_rows`` rows an optimizer step; the loaders draw from the global generator."""
+    """``micro`` rows a micro-batch, ``step_rows`` rows an optimizer step; loaders draw from the global generator."""
 
     def __init__(self, steps: int = 20, step_rows: int = 4, micro: int = 4) -> None:
         super().__init__()

@@ -123,7 +123,8 @@ def test_resume_on_another_number_of_processes(runs, tmp_path, kind):
     saved = runs / whole / "checkpoints" / "step=000004.ckpt"
     watch = run.train(tmp_path, "one", 1, resume=saved, store=runs / "store" if kind else None)
     expected = load(runs, whole)
-    losses = {line["step"]: line["train/loss"] for line in read_metrics(tmp_path / "metrics.jsonl") if "train/loss" in line}
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    losses = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
     assert losses == pytest.approx({step: expected["losses"][step] for step in (5, 6)}, **CLOSE)
     for name, weight in expected["weights"].items():
         assert (watch.weights[6][name] - weight).abs().max() < 2e-6, name
