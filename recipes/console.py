@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 # Notices of libraries about their own affairs, which a person who trains can do nothing about.
 _NOTICES = ("litlogger", "`weights_only` was not set", "isinstance(treespec, LeafSpec)", "does not have many workers",
-            "torch.jit.script", "TPU available")
+            "torch.jit.script", "TPU available", "JsonargparseDeprecationWarning")
 
 
 @contextmanager
@@ -19,6 +19,16 @@ def bad_input() -> Iterator[None]:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+@contextmanager
+def stopped_by(*errors: type[Exception]) -> Iterator[None]:
+    """Around a run: these errors say all there is to say, so the process ends with their message alone, exit code 3."""
+    try:
+        yield
+    except errors as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        sys.exit(3)
 
 
 def quiet_notices() -> None:

@@ -16,9 +16,10 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from callbacks import FiniteGuard, GradientNorms, JsonlLogger, RunCheckpoint, StateNorms, Throughput, progress_bar
+from callbacks import (CheckpointError, FiniteGuard, GradientNorms, JsonlLogger, NonFiniteError, RunCheckpoint, StateNorms,
+                       Throughput, progress_bar)
 from callbacks.run_folder import RunFolder, default_run_dir, resume_point
-from recipes.console import bad_input, quiet_notices
+from recipes.console import bad_input, quiet_notices, stopped_by
 from vla_lm.checkpoints import check_compatible, checkpoint_step
 from vla_lm.module import LanguageModel
 from vla_lm.optimization import schedule
@@ -43,7 +44,7 @@ class PretrainCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs) -> Trainer:
         config = self.config
-        self.checkpoint, run_dir = resume_point(config.resume, config.run_dir and Path(config.run_dir))
+        self.checkpoint, run_dir = resume_point(config.resume, Path(config.run_dir) if config.run_dir else None)
         self.run_dir = run_dir or default_run_dir(str(config.config[0]) if config.config else None)
         if config.resume is None and (self.run_dir / "config.yaml").exists():
             raise ValueError(f"{self.run_dir} holds a run already: go on with it (--resume {self.run_dir}), or name another "
@@ -81,8 +82,9 @@ def main(argv: list[str] | None = None) -> None:
             data.setup("validate")
         trainer.val_check_interval *= data.batch_plan(trainer.world_size).accumulation
         if cli.checkpoint:
-            check_compatible(cli.checkpoint, model)
-    trainer.fit(model, datamodule=data, ckpt_path=cli.checkpoint)
+            check_compatible(cli.checkpoint, model, trainer.max_steps)
+    with stopped_by(NonFiniteError, CheckpointError):
+        trainer.fit(model, datamodule=data, ckpt_path=cli.checkpoint)
     trainer.print(f"\nresults in {cli.run_dir}\n  watch     tensorboard --logdir {cli.run_dir}\n"
                   f"  evaluate  python -m recipes.evaluate {cli.run_dir}")
 

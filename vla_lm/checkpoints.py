@@ -1,6 +1,7 @@
 """Load a trained model from a run's folder, a checkpoint file or a DeepSpeed folder; check one before a resume."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from vla_lm.config import ModelConfig, OptimizerConfig
 from vla_lm.module import LanguageModel, portable
+from vla_lm.optimization import learning_rate_factor
 
 _STEP = re.compile(r"step=(\d+)")
 # Fields of ModelConfig that change how, not what, is computed.
@@ -64,20 +66,35 @@ def checkpoint_step(path: str | Path) -> int:
     return int(json.loads(_marker(complete_checkpoint(path)).read_text())["step"])
 
 
-def check_compatible(path: str | Path, model: LanguageModel) -> None:
-    """ValueError unless the checkpoint was trained with `model`'s configuration: names the fields to change.
+def check_compatible(path: str | Path, model: LanguageModel, max_steps: int) -> None:
+    """ValueError unless a run of `max_steps` steps of `model` can go on from the checkpoint: names the fields to change.
 
-    Fields that change the speed alone (chunk_size, backend) may differ.
+    The architecture must be the same, but for fields that change the speed alone (chunk_size, backend), and the
+    learning rate must go on where it was.
     """
     path = complete_checkpoint(path)
-    saved = ModelConfig.from_dict(_read(path)["hyper_parameters"]["config"]).to_dict()
+    content = _read(path)
+    saved = ModelConfig.from_dict(content["hyper_parameters"]["config"]).to_dict()
     wanted = model.config.to_dict()
+    if wanted["vocab_size"] is None:  # to be taken from the data module
+        wanted["vocab_size"] = saved["vocab_size"]
     fields = [name for name in wanted if wanted[name] != saved[name] and name not in _IMMATERIAL]
     if fields:
         raise ValueError(
             f"{path} is of another architecture: "
             + "; ".join(f"{name} is {saved[name]!r} there, {wanted[name]!r} here" for name in fields)
             + f". Set model.config.{fields[0]} to {saved[fields[0]]!r}, or start a new run"
+        )
+    step, before = content["global_step"], OptimizerConfig.from_dict(content["hyper_parameters"]["optimizer"])
+    here, there = (
+        config.learning_rate * learning_rate_factor(config, step, steps)
+        for config, steps in ((model.optimizer_config, max_steps), (before, content["max_steps"]))
+    )
+    if not math.isclose(here, there, rel_tol=1e-9, abs_tol=1e-15):
+        raise ValueError(
+            f"{path} goes on at step {step} with learning rate {there:.6g}, this configuration's schedule has {here:.6g} there: "
+            f"resume with the learning_rate, schedule, warmup_steps and trainer.max_steps ({content['max_steps']}) it was "
+            "trained with, or start a new run"
         )
 
 

@@ -185,6 +185,7 @@ class LanguageModel(LightningModule):
             checkpoint["state_dict"] = portable(checkpoint["state_dict"])
         checkpoint["lanes"] = self.lanes.state_dict()
         checkpoint["accumulation"] = self.trainer.accumulate_grad_batches
+        checkpoint["max_steps"] = self.trainer.max_steps
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "state_dict" in checkpoint:

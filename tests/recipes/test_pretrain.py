@@ -1,0 +1,138 @@
+"""The recipe as a person meets it: what a run leaves behind, what bad input is answered with, every shipped configuration."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from callbacks import newest_complete, read_metrics
+from recipes import evaluate, pretrain
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--model.config.d_model", "16", "--data.n_pairs", "2", "--data.val_n_pairs", "[2]", "--data.val_rows", "16",
+        "--data.global_batch_tokens", "56", "--trainer.max_steps", "6", "--trainer.val_check_interval", "3",
+        "--trainer.log_every_n_steps", "1", "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "2",
+        "--checkpoint.every_n_train_steps", "3", "--state_norms.every_n_steps", "2"]
+
+
+@pytest.fixture(autouse=True)
+def in_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("VLA_LM_START", raising=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        pretrain.main([*TINY, "--run_dir", str(folder)])
+    return folder
+
+
+def test_a_run_leaves_its_folder(run: Path) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["data"]["init_args"]["n_pairs"] == 2 and config["model"]["config"]["d_model"] == 16
+    start = json.loads((run / "environment.json").read_text())[0]
+    assert start["packages"]["torch"] and start["packages"]["lightning"] and "commit" in start["git"]
+    assert newest_complete(run).name == "step=000006.ckpt"
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "val/pairs2_len7/exact_match" in line] == [3, 6]
+    events = EventAccumulator(str(run), size_guidance={"images": 0}).Reload()
+    assert {"train/loss", "gradient_norm/layers.0", "throughput/tokens_per_second"} <= set(events.Tags()["scalars"])
+    assert events.Tags()["images"], "the figure of the state norms"
+
+
+def test_evaluate_writes_table_json_and_figure(run: Path, capsys: pytest.CaptureFixture) -> None:
+    evaluate.main([str(run), "--pairs", "2", "4", "--lengths", "8", "16", "--rows", "16", "--device", "cpu"])
+    results = json.loads((run / "evaluation.json").read_text())
+    assert {(c["n_pairs"], c["length"]) for c in results["mqar"]["grid"]} == {(2, 8), (2, 16), (4, 16)}
+    assert results["step"] == 6 and (run / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_a_folder_with_a_run_is_not_trained_over(run: Path, capsys: pytest.CaptureFixture) -> None:
+    before = (run / "metrics.jsonl").read_text()
+    assert refused([*TINY, "--run_dir", str(run)], capsys).endswith("name another folder (--run_dir runs/NAME)\n")
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_resume_goes_on_with_the_runs_own_configuration(run: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy, symlinks=True)
+    for path in copy.glob("checkpoints/step=000006*"):
+        path.unlink()
+    pretrain.main(["--resume", str(copy), "--trainer.log_every_n_steps", "3"])
+    steps = [line["step"] for line in read_metrics(copy / "metrics.jsonl") if "train/loss" in line]
+    assert steps == [1, 2, 3, 6], "what the interrupted run logged past the resumed step is gone"
+    assert newest_complete(copy).name == "step=000006.ckpt"
+    assert (copy / "config.step=000003.yaml").exists(), "a changed configuration is kept beside the first"
+
+
+def test_resume_with_another_schedule(run: Path, capsys: pytest.CaptureFixture) -> None:
+    error = refused(["--resume", str(run), "--trainer.max_steps", "8"], capsys)
+    assert "resume with the learning_rate, schedule, warmup_steps and trainer.max_steps (6)" in error
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture) -> str:
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main(argv)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+BAD = {
+    "head size": (["--model.config.d_model", "30", "--model.config.n_heads", "4"], "d_model 30 is not divisible by n_heads 4"),
+    "mixer": (["--model.config.mixer", "mamba"], "mixer 'mamba' is unknown"),
+    "penalty": (["--model.config.penalty", "0"], "penalty is 0"),
+    "pairs for the row": (["--data.n_pairs", "8", "--data.length", "12"], "n_pairs 8 does not fit length 12"),
+    "pairs for the vocabulary": (["--data.n_pairs", "40", "--data.vocab_size", "32"], "n_pairs 40 does not fit vocab_size 32"),
+    "batch": (["--data.global_batch_tokens", "57"], "global_batch_tokens 57 is not a whole number of rows"),
+    "warm-up": (["--model.optimizer.warmup_steps", "9"], "warmup_steps 9 leaves nothing of trainer.max_steps 6"),
+    "unknown key": (["--model.config.d_modle", "32"], "d_modle"),
+    "no configuration": (["--config", "configs/none.yaml"], "configs/none.yaml"),
+    "no run": (["--resume", "runs/none"], "--resume runs/none: no such file or folder"),
+    "auto where": (["--resume", "auto", "--run_dir", ""], "--resume auto looks into the run's own folder"),
+    "no corpus": (["--config", "configs/longdoc-tiny.yaml", "--data.source", "[nothing/*.txt]"], "nothing/*.txt"),
+    "no store": (["--config", "configs/longdoc-tiny.yaml", "--data.source", "null", "--data.store", "stores/none"], "stores/none"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_answered_before_anything_is_written(case: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    argv, message = BAD[case]
+    base = [] if "--config" in argv else TINY
+    folder = tmp_path / "run"
+    assert message in refused([*base, "--run_dir", str(folder), *argv], capsys)
+    assert not folder.exists()
+
+
+def test_a_checkpoint_of_another_architecture(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    error = refused([*TINY, "--model.config.n_layers", "1", "--resume", str(run), "--run_dir", str(tmp_path / "new")], capsys)
+    assert "n_layers is 2 there, 1 here" in error
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_half_written_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    lone = tmp_path / "checkpoints" / "step=000006.ckpt"
+    lone.parent.mkdir()
+    lone.write_bytes(newest_complete(run).read_bytes()[:1000])
+    assert "was not written to the end" in refused([*TINY, "--resume", str(lone)], capsys)
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_parses_and_explains_each_key(config: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main(["--config", str(config), "--print_config"])
+    assert stop.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_steps"] > 0
+    lines = config.read_text().splitlines()
+    assert len(lines) < 60 and lines[0].startswith("# ")
+    assert not [line for line in lines if ": " in line.split("#")[0] and "class_path" not in line and "#" not in line]

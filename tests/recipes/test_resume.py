@@ -1,0 +1,99 @@
+"""SIGKILL at a random step, twice: losses, batches and weights are those of the run that was left alone, bit for bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from callbacks import newest_complete, read_metrics
+
+ROOT = Path(__file__).parents[2]
+STEPS = 24
+MQAR = ["--config", "configs/mqar.yaml", "--model.config.d_model", "16", "--data.n_pairs", "2", "--data.val_n_pairs", "[2]",
+        "--data.val_rows", "16", "--data.global_batch_tokens", "112", "--data.micro_batch_rows", "8"]
+DOCUMENTS = ["--config", "configs/longdoc-tiny.yaml", "--model.config.d_model", "16", "--data.vocab_size", "300",
+             "--data.row_tokens", "32", "--data.global_batch_tokens", "128", "--data.micro_batch_rows", "2",
+             "--data.val_rows", "4", "--data.carry_state", "true"]
+
+
+def command(folder: Path, extra: list[str]) -> list[str]:
+    return [sys.executable, "-m", "recipes.pretrain", *extra, "--run_dir", str(folder), "--resume", "auto",
+            "--trainer.max_steps", str(STEPS), "--trainer.log_every_n_steps", "1", "--trainer.val_check_interval", "7",
+            "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "3", "--checkpoint.every_n_train_steps", "4",
+            "--state_norms.every_n_steps", "6",
+            "--trainer.callbacks+=batch_recorder.BatchRecorder", f"--trainer.callbacks.path={folder}.batches"]
+
+
+def start(folder: Path, extra: list[str]) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/recipes'}", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command(folder, extra), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True, start_new_session=True)
+
+
+def finish(process: subprocess.Popen) -> None:
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+
+
+def kill_at(process: subprocess.Popen, folder: Path, step: int) -> None:
+    """SIGKILL once `step` has begun, somewhere within it or a little later."""
+    record, begun = Path(f"{folder}.batches"), time.monotonic()
+    while not (record.exists() and any(int(line.split()[0]) >= step for line in record.read_text().splitlines() if line)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() - begun < 200, f"step {step} was not reached"
+        time.sleep(0.002)
+    time.sleep(random.random() * 0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def curve(folder: Path) -> dict[int, tuple[float, float]]:
+    return {line["step"]: (line["train/loss"], line["gradient_norm/global"])
+            for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line}
+
+
+def batches(folder: Path) -> dict[tuple[str, str], set[str]]:
+    """(step, micro-batch) -> the hashes of what was trained there, over all starts."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for line in Path(f"{folder}.batches").read_text().splitlines():
+        step, micro, digest = line.split()
+        found.setdefault((step, micro), set()).add(digest)
+    return found
+
+
+@pytest.mark.parametrize("name", ["mqar", "documents"])
+def test_two_kills_change_nothing(name: str, tmp_path: Path) -> None:
+    extra = MQAR
+    if name == "documents":
+        (tmp_path / "text").mkdir()
+        for i in range(12):
+            words = random.Random(i).choices(["alpha", "beta", "gamma", "delta", "omega", "sigma"], k=400)
+            (tmp_path / "text" / f"{i}.txt").write_text(" ".join(words))
+        extra = [*DOCUMENTS, "--data.source", f"[{tmp_path / 'text'}]", "--data.store", str(tmp_path / "store")]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(whole, extra))
+    first = random.randrange(5, 12)
+    second = random.randrange(first + 4, 20)
+    print(f"killed in steps {first} and {second}")
+    for step in (first, second):
+        kill_at(start(killed, extra), killed, step)
+    finish(start(killed, extra))
+
+    assert sorted(curve(whole)) == list(range(1, STEPS + 1))
+    assert curve(killed) == curve(whole)
+    assert batches(killed) == batches(whole)
+    assert all(len(hashes) == 1 for hashes in batches(killed).values())
+    ends = [torch.load(newest_complete(folder), weights_only=True) for folder in (whole, killed)]
+    assert ends[0]["global_step"] == ends[1]["global_step"] == STEPS
+    for key, value in ends[0]["state_dict"].items():
+        assert torch.equal(value, ends[1]["state_dict"][key]), key
+    moments = [end["optimizer_states"][0]["state"] for end in ends]
+    for index, state in moments[0].items():
+        for key, value in state.items():
+            assert torch.equal(value, moments[1][index][key]), (index, key)
