@@ -126,12 +126,12 @@ def check_cu_seqlens(cu_seqlens, q: Tensor) -> tuple[int, ...]:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; expected [N + 1] boundaries for N documents")
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != q.shape[1]:
-        raise ValueError(f"cu_seqlens runs from {bounds[0]} to {bounds[-1]} and does not cover the {q.shape[1]} tokens; "
-                         f"it must start at 0 and end at {q.shape[1]}")
+        raise ValueError(f"cu_seqlens runs from {bounds[0]} to {bounds[-1]} and does not cover the {q.shape[1]} "
+                         f"tokens; it must start at 0 and end at {q.shape[1]}")
     for n, (a, b) in enumerate(zip(bounds, bounds[1:])):
         if b <= a:
-            raise ValueError(f"cu_seqlens gives document {n} the length {b - a} (from {a} to {b}); every document needs "
-                             "at least one token: drop empty documents and sort the boundaries")
+            raise ValueError(f"cu_seqlens gives document {n} the length {b - a} (from {a} to {b}); every document "
+                             "needs at least one token: drop empty documents and sort the boundaries")
     return tuple(bounds)
 
 
@@ -143,7 +143,7 @@ def _check_penalty(penalty, q: Tensor) -> Tensor:
         if penalty.dtype not in FLOATS:
             raise TypeError(f"penalty has dtype {penalty.dtype}; give a floating-point tensor [H] or a number")
         if penalty.dim() > 1 or penalty.numel() not in (1, heads):
-            raise ValueError(f"penalty has shape {list(penalty.shape)}; expected [{heads}], one λ0 per head, or a number")
+            raise ValueError(f"penalty has shape {list(penalty.shape)}; expected [{heads}], one per head, or a number")
         if penalty.device != q.device and penalty.numel() > 1:
             raise ValueError(f"penalty is on {penalty.device} and q on {q.device}; move both to one device")
         values = penalty.detach().reshape(-1).tolist()

@@ -32,7 +32,6 @@ def _sequence(call, rows: slice, tokens: slice):
         return None if x is None else x[:, tokens].to(dtype)
 
     q, k, v, u, beta, g = (take(x) for x in (call.q, call.k, call.v, call.u, call.beta, call.g))
-    heads = q.shape[2]
     penalised, rule = call.write_rule in PENALTY_RULES, call.write_rule
     fq, fk = _features(q, call.feature_map), _features(k, call.feature_map)
     unit_key = _unit(fk)

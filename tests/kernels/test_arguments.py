@@ -18,7 +18,8 @@ def _cu(*bounds):
 
 ONE = (1, T, H, D)
 BAD = {
-    "k of another length": (dict(k=_x(B, T + 1, H, D)), ValueError, r"k has shape \[2, 7, 2, 4\]; expected \[2, 6, 2, 4\]"),
+    "k of another length": (dict(k=_x(B, T + 1, H, D)), ValueError,
+                            r"k has shape \[2, 7, 2, 4\]; expected \[2, 6, 2, 4\]"),
     "v of another batch": (dict(v=_x(1, T, H, D)), ValueError, "v has shape"),
     "u of another width": (dict(u=_x(B, T, H, D + 1)), ValueError, "u has shape"),
     "three dimensions": (dict(q=_x(B, T, D)), ValueError, r"q has shape \[2, 6, 4\]; expected \[B, T, H, D\]"),
