@@ -191,7 +191,8 @@ def test_learned_penalty_gets_a_gradient_also_through_carried_documents():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("style", "mixer"), EVERY)
 def test_packed_equals_separate_in_bfloat16_on_the_gpu(style, mixer):
-    model = build(style, mixer, dtype=torch.bfloat16, d_model=64, init_std=0.05).cuda()
+    penalty = 20.0 if mixer == "vla_v2" else 0.1  # the raw-key rule overflows at the usual one
+    model = build(style, mixer, dtype=torch.bfloat16, d_model=64, init_std=0.05, penalty=penalty).cuda()
     rows, bounds = tokens(2, 32).cuda(), [0, 5, 32, 33, 64]
     packed = model(rows, torch.tensor(bounds).cuda()).logits.flatten(0, 1).float()
     flat = rows.flatten()
