@@ -125,7 +125,9 @@ class RunFolder(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        text = self.parser.dump(self.config, skip_unset=False)
+        config = self.config.clone()
+        config.run_dir = config.resume = None  # of this start, and of where the folder lies now
+        text = self.parser.dump(config, skip_unset=False)
         config = self.run_dir / "config.yaml"
         if config.exists() and config.read_text() != text:
             config = self.run_dir / f"config.step={self.resumed_step or 0:06d}.yaml"

@@ -199,6 +199,12 @@ class SampledDataModule(pl.LightningDataModule):
             self._loader(rows, RowBatches(len(rows), self.val_batch_rows, world_size, rank)) for rows in self.val_sets()
         ]
 
+    def transfer_batch_to_device(self, batch: dict[str, torch.Tensor], device: torch.device, dataloader_idx: int) -> Any:
+        """To the device, but for what is read on the host (document boundaries, lanes), where reading it waits for nothing."""
+        on_host = {name: batch[name] for name in ("cu_seqlens", "lanes") if name in batch}
+        rest = {name: value for name, value in batch.items() if name not in on_host}
+        return super().transfer_batch_to_device(rest, device, dataloader_idx) | on_host
+
     def state_dict(self) -> dict[str, Any]:
         """`samples`: samples trained so far, by all ranks. The rest is there to be checked on resume."""
         step = self.trainer.global_step if self.trainer is not None else 0

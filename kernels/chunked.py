@@ -1,4 +1,4 @@
-"""The chunk-parallel backend in PyTorch: exact, for CPU and CUDA, forward and backward (DESIGN §2)."""
+"""The chunk-parallel backend in PyTorch: exact, for CPU and CUDA, forward and backward."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The generalised delta rule in chunks, with its gradient by hand (DESIGN §2). Equations in the README of this folder.
+"""The generalised delta rule in chunks, with its gradient by hand. Equations in the README of this folder.
 
 S_t = e^{g_t} S_{t-1} + β_t e_t w_tᵀ with e_t = v_t - e^{g_t} S_{t-1} κ_t, read out as o_t = S_t q_t. It knows nothing
 of where the erase key κ and the write key w come from: DeltaNet, the delta rule with a fixed A, every VLA write rule

@@ -1,4 +1,4 @@
-"""The token loop of DESIGN §1: slow, plain, differentiable by autograd. In float64 it is the ground truth of the tests.
+"""The token loop: slow, plain, differentiable by autograd. In float64 it is the ground truth of the tests.
 
 Deliberately shares no arithmetic with the chunked path: Sherman–Morrison instead of Woodbury, autograd instead of
 hand-derived gradients. It computes in the dtype of its input (half precisions in float32).

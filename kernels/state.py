@@ -11,7 +11,7 @@ WRITE_RULES = (*PENALTY_RULES, "fixed", "linear")
 
 @dataclass(frozen=True)
 class State:
-    """All that a head remembers of the past (DESIGN §1). N = rows of the batch, or documents when packed.
+    """All that a head remembers of the past (README of this folder). N = rows of the batch, or documents when packed.
 
     S: memory, [N, H, Dv, Dk].
     A: inverse penalty matrix, symmetric, [N, H, Dk, Dk]; None for write rules without one (`fixed`, `linear`).
@@ -99,7 +99,7 @@ class Output:
 
 
 def jacobian_norm(erase_key: Tensor, write_key: Tensor, beta: Tensor | None, g: Tensor | None) -> Tensor:
-    """‖e^g (I − β w κᵀ)‖₂ = e^g (p + √(p² + 4(1 − m)))/2 with p = β‖w‖‖κ‖, m = β w·κ (DESIGN §3), keys [..., D].
+    """‖e^g (I − β w κᵀ)‖₂ = e^g (p + √(p² + 4(1 − m)))/2 with p = β‖w‖‖κ‖, m = β w·κ, keys [..., D].
 
     In one dimension there is no plane to turn in: it is e^g |1 − m|.
     """

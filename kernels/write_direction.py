@@ -1,4 +1,4 @@
-"""a_t = A_t x_t with A_t = (M_0 + Σ_{s<=t} u_s u_sᵀ)⁻¹ for all tokens at once (DESIGN §2), and its gradient by hand.
+"""a_t = A_t x_t with A_t = (M_0 + Σ_{s<=t} u_s u_sᵀ)⁻¹ for all tokens at once, and its gradient by hand.
 
 Everything here is float64, whatever the dtype of the model. M adds up T rank-one terms to λ0 = 0.1; on repetitive
 input (u of low rank) float32 loses λ0, and A holds 1/λ0 beside r/T. In float64 a/‖a‖ is right to 1e-5 even after a

@@ -1,8 +1,10 @@
 """How a recipe speaks to the person who started it."""
 
 import logging
+import re
 import sys
 import warnings
+from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,9 +18,24 @@ def bad_input() -> Iterator[None]:
     """Around a recipe's set-up, before any work: input that cannot be used ends the process with its message, exit code 2."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ArgumentError, ValueError, OSError) as error:
+        print(f"error: {plain(str(error))}", file=sys.stderr)
         sys.exit(2)
+
+
+def plain(message: str) -> str:
+    """What jsonargparse says of a value, without the types it tried on the way: the key and the first reason.
+
+    A message of the project's own comes back as it is.
+    """
+    if "Errors:\n" not in message:
+        return message
+    key = re.search(r'Parser key "([^"]+)"', message)
+    reasons = re.split(r"\n\s*- ", message.split("Errors:\n")[1].split("Given value type")[0])
+    reason = " ".join(reasons[0].strip().removeprefix("- ").split())
+    if "is not accepted" in reason:
+        reason += "; python -m recipes.pretrain --print_config lists every key"
+    return f"{key[1]}: {reason}" if key else reason
 
 
 @contextmanager

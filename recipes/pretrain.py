@@ -74,6 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     with bad_input():
         cli = PretrainCLI(LanguageModel, LightningDataModule, subclass_mode_data=True, run=False, seed_everything_default=1,
                           save_config_callback=RunFolder, auto_configure_optimizers=False, load_from_checkpoint_support=False,
+                          parser_kwargs={"exit_on_error": False, "prog": "python -m recipes.pretrain"},
                           args=arguments(sys.argv[1:] if argv is None else argv))
         trainer, model, data = cli.trainer, cli.model, cli.datamodule
         schedule(model.optimizer_config, trainer.max_steps)

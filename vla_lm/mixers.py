@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mixer:
-    """Settings of the operator that one mixer name stands for (DESIGN section 1).
+    """Settings of the operator that one mixer name stands for (kernels/README.md has the table of write rules).
 
     Values that a configuration leaves at null come from here; `beta`, `readout` and `feature_map` of None follow the
     style (see `STYLE_DEFAULTS`).

@@ -1,4 +1,4 @@
-"""The language model: token ids to logits, in the paper's style and in a modern one (DESIGN section 1)."""
+"""The language model: token ids to logits, in the paper's style and in a modern one."""
 
 from dataclasses import dataclass, field
 

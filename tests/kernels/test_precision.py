@@ -1,4 +1,4 @@
-"""float32 and bfloat16 against float64, and every numerical trap of DESIGN §2."""
+"""float32 and bfloat16 against float64, and every numerical trap of kernels/README.md."""
 
 import pytest
 import torch

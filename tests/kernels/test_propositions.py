@@ -1,4 +1,4 @@
-"""What the paper states, and what is true (DESIGN §3): the corrected propositions, the wrong ones seen to fail."""
+"""What the paper states, and what is true: the corrected propositions, the wrong ones seen to fail."""
 
 import math
 

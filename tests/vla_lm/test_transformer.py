@@ -108,7 +108,7 @@ def test_bfloat16_autocast_stays_near_float32(style, mixer):
 
 
 def test_paper_parameter_count():
-    # DESIGN section 1: vocabulary 128, d_model 128, 4 heads, 2 layers, d_ff 256, tied embeddings, learned positions.
+    # The paper's setting: vocabulary 128, d_model 128, 4 heads, 2 layers, d_ff 256, tied embeddings, learned positions.
     model = Transformer(ModelConfig(vocab_size=128, max_positions=128))
     width, inner, norm = 128, 256, 2 * 128
     mixing = 5 * width * width + norm  # q, k, v, W_u, output; LayerNorm over the concatenated heads
