@@ -25,7 +25,7 @@ def parse(argv: list[str] | None) -> Namespace:
     parser = ArgumentParser(prog="python -m recipes.evaluate", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=str, help="A run's folder (its newest complete checkpoint), or a checkpoint.")
     parser.add_argument("--pairs", type=int, nargs="+", default=[4, 8, 16], help="Pairs to recall, a row of the grid each.")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[25, 64, 128], help="Sequence lengths, a column each.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256], help="Sequence lengths, a column each.")
     parser.add_argument("--rows", type=int, default=512, help="Test sequences in each cell of the grid.")
     parser.add_argument("--batch_rows", type=int, default=64, help="Sequences evaluated at once.")
     parser.add_argument("--held_out_rows", type=int | None, default=None, help="Rows of held-out documents; null: all.")
