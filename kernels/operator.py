@@ -9,8 +9,15 @@ from kernels.reference import reference
 from kernels.state import Output, State
 from kernels.step import step
 
+try:
+    from kernels.triton_backend import run as triton
+except ImportError:  # no Triton on this platform
+    def triton(call) -> Output:
+        raise ValueError("backend 'triton' needs the package triton, which is not installed here; "
+                         "install it (Linux, x86-64), or use backend='chunked'")
+
 # A backend is a function from a validated `arguments.Call` to an `Output`.
-BACKENDS = {"reference": reference, "chunked": chunked}
+BACKENDS = {"reference": reference, "chunked": chunked, "triton": triton}
 
 
 def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: float | Tensor = 0.1,
@@ -41,7 +48,8 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
         cu_seqlens: document boundaries [0, …, T], int32 or int64 [N + 1]; B must be 1. State restarts at each.
         chunk_size: tokens worked on at once; changes speed, not the result. Also the spacing of diagnostics.
         diagnostics: return `Diagnostics` as well (costs an eigendecomposition per chunk for rules with A).
-        backend: "auto", "chunked" or "reference" (the token loop).
+        backend: "auto", "chunked" (PyTorch), "triton" (CUDA; head sizes 16, 32, 64, 128; not float64) or "reference"
+            (the token loop).
 
     Returns: `Output`; o has the dtype of v, states are float32 (float64 for float64 input).
     Raises: ValueError or TypeError with the value, what was expected and the mend.

@@ -17,9 +17,9 @@ from kernels.triton_common import CHUNK, Precision, Tables, tables
 from kernels.write_direction import checked_inverse, spd_inverse
 
 HEAD_SIZES = (16, 32, 64, 128)
+INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run in Python on the CPU
 PRECISIONS = ("bf16", "tf32", "tf32x3", "ieee")
-NAMES = ("w", "norms", "inverses", "inverse", "Z", "E", "states", "z", "scales")  # kept for the backward pass
-STRETCH = 16 * CHUNK
+NAMES = ("w", "norms", "starts", "factors", "inverse", "Z", "E", "states", "z", "scales")  # kept for the backward pass
 
 
 def unsupported(call) -> str | None:
@@ -29,7 +29,7 @@ def unsupported(call) -> str | None:
         return f"head sizes {', '.join(map(str, HEAD_SIZES))} only, not {dk} (keys) and {dv} (values)"
     if call.q.dtype == torch.float64:
         return "bfloat16, float16 and float32 only, not float64"
-    if call.q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if call.q.device.type != "cuda" and not INTERPRETED:
         return f"CUDA tensors only, not {call.q.device.type} ones (or TRITON_INTERPRET=1 from the start, for tests)"
     return None
 
@@ -45,8 +45,9 @@ def run(call, precision: str | None = None) -> Output:
     if reason is not None:
         raise ValueError(f"backend 'triton' takes {reason}; use backend='chunked', which takes any")
     if precision is None:
-        exact = torch.get_float32_matmul_precision() == "highest"
-        precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(call.q.dtype, "tf32x3" if exact else "tf32")
+        precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(call.q.dtype)
+    if precision is None:
+        precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; choose one of {', '.join(map(repr, PRECISIONS))}")
     rule, state = call.write_rule, call.initial_state
@@ -84,10 +85,14 @@ def run(call, precision: str | None = None) -> Output:
     return Output(o.view(call.v.shape), final, diagnostics)
 
 
-def resolve(precision: str, device: torch.device) -> Precision:
-    """The kernels' precisions for one word; under the interpreter tf32 and bf16 are float32."""
-    if device.type != "cuda":
-        precision = "ieee" if precision != "bf16" else precision
+def resolve(precision: str, k: Tensor, v: Tensor) -> Precision:
+    """The kernels' precisions for one word."""
+    small = min(k.shape[-1], v.shape[-1]) < 64
+    if INTERPRETED and precision != "bf16":
+        precision = "ieee"  # tf32 is not modelled
+    if precision == "bf16" and small and not INTERPRETED:
+        # Triton 3.6 on Hopper: wrong results, and once an illegal access, for bfloat16 matmuls of tiles under 64 wide.
+        precision = "tf32"
     if precision == "bf16":
         return Precision("bf16", "tf32", "tf32x3", "tf32", False, torch.bfloat16)
     if precision == "tf32":
@@ -100,14 +105,13 @@ def _plan(k: Tensor, w, rule: str, erase_key: str, feature_map: str, q: Tensor):
     return delta_rule.Keys(q, k, w, unit, rule != "linear", feature_map)
 
 
-def _map_options(u, rule: str, erase_key: str, feature_map: str, scale: float, precision: Precision) -> dict:
-    x_is = "raw" if erase_key == "raw" else "u" if u is None else "unit"
-    return dict(from_key=u is None, feature_map=feature_map, scale=scale, x_is=x_is, unit=rule == "unit",
-                precision=precision)
+def _map_options(rule: str, erase_key: str, feature_map: str, scale: float, precision: Precision) -> dict:
+    return dict(feature_map=feature_map, scale=scale, raw=erase_key == "raw", unit=rule == "unit", precision=precision)
 
 
 def _tables(k: Tensor, rows: int, bounds) -> Tables:
-    return tables(rows, k.shape[0] // rows, None if bounds is None else tuple(bounds), STRETCH, k.device)
+    stretch = write_direction.stretch_tokens(*k.shape[:2])
+    return tables(rows, k.shape[0] // rows, None if bounds is None else tuple(bounds), stretch, k.device)
 
 
 def _on(x: Tensor):
@@ -120,35 +124,30 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor |
                rule: str, erase_key: str, feature_map: str, normalized: bool, u_scale: float,
                precision: str) -> list[Tensor]:
     """o, M_last, S_last, z_last and what NAMES lists, on the line of tokens; empty tensors for what a rule has not."""
-    p, table = resolve(precision, q.device), _tables(k, rows, bounds)
+    p, table = resolve(precision, k, v), _tables(k, rows, bounds)
     empty = q.new_empty(0)
-    w = norms = inverses = M_last = None
+    w = norms = starts = factors = M_last = None
     with _on(q):
         if M0 is not None:
-            direction = k if u is None else u
-            options = _map_options(u, rule, erase_key, feature_map, u_scale, p)
-            inverses, M_last = write_direction.start_inverses(direction, M0.contiguous(), table, u is None, feature_map,
-                                                              u_scale, p)
-            w, norms = write_direction.apply_map(direction, k, inverses, table, **options)
+            w, norms, starts, factors, M_last = write_direction.map_forward(
+                k, u, M0.contiguous(), table, **_map_options(rule, erase_key, feature_map, u_scale, p))
         keys = _plan(k, w, rule, erase_key, feature_map, q)
         o, S_last, z_last, memory = delta_rule.memory_forward(keys, v, beta, g, S0, z0, normalized, table, p,
                                                               DENOMINATOR_EPS, HEAD_NORM_EPS)
     E = memory.E if keys.erase else None
-    kept = (M_last, S_last, z_last, w, norms, inverses, memory.inverse, memory.Z, E, memory.states, memory.z, memory.scales)
+    kept = (M_last, S_last, z_last, w, norms, starts, factors, memory.inverse, memory.Z, E, memory.states, memory.z,
+            memory.scales)
     return [o, *(q.new_empty(0) if x is None else x for x in kept)]
 
 
 @forward_op.register_fake
 def _(q, k, v, u, beta, g, M0, S0, z0, rows, bounds, rule, erase_key, feature_map, normalized, u_scale, precision):
     tokens, heads, dk = k.shape
-    dv, p = v.shape[-1], resolve(precision, q.device)
+    dv, p = v.shape[-1], resolve(precision, k, v)
     if bounds is None:
-        n, length = rows, tokens // rows
-        chunks, stretches = (n * ((length + size - 1) // size) for size in (CHUNK, STRETCH))
+        n, chunks = rows, rows * ((tokens // rows + CHUNK - 1) // CHUNK)
     else:
-        lengths = [b - a for a, b in zip(bounds, bounds[1:])]
-        n = len(lengths)
-        chunks, stretches = (sum(-(-length // size) for length in lengths) for size in (CHUNK, STRETCH))
+        n, chunks = len(bounds) - 1, sum(-(-(b - a) // CHUNK) for a, b in zip(bounds, bounds[1:]))
     penal, erase = M0 is not None, rule != "linear"
 
     def tensor(given, *shape, dtype=torch.float32):
@@ -158,7 +157,8 @@ def _(q, k, v, u, beta, g, M0, S0, z0, rows, bounds, rule, erase_key, feature_ma
         torch.empty_like(v), tensor(penal, n, heads, dk, dk, dtype=torch.float64), tensor(True, n, heads, dk, dv),
         tensor(normalized, n, heads, dk), tensor(penal, tokens, heads, dk, dtype=p.store),
         tensor(penal and rule == "unit", tokens, heads),
-        tensor(penal, stretches, heads, dk, dk, dtype=torch.float64 if p.wide else torch.float32),
+        tensor(penal, chunks, heads, dk, dk, dtype=torch.float64 if p.wide else torch.float32),
+        tensor(penal, tokens, heads, dk),
         tensor(erase, chunks * heads, CHUNK, CHUNK, dtype=p.store), tensor(erase, tokens, heads, dk, dtype=p.store),
         tensor(erase, tokens, heads, dv, dtype=p.store), tensor(True, chunks, heads, dk, dv, dtype=p.store),
         tensor(normalized, chunks, heads, dk), tensor(True, tokens, heads)]
@@ -170,7 +170,7 @@ def backward_op(do: Tensor, dM_last: Tensor | None, dS_last: Tensor | None, dz_l
                 o: Tensor, kept: Sequence[Tensor], rows: int, bounds: Sequence[int] | None, rule: str, erase_key: str,
                 feature_map: str, normalized: bool, u_scale: float, precision: str) -> list[Tensor]:
     """dq, dk, dv, du, dbeta, dg, dM0, dS0, dz0; empty tensors for what was not given."""
-    p, table = resolve(precision, q.device), _tables(k, rows, bounds)
+    p, table = resolve(precision, k, v), _tables(k, rows, bounds)
     kept = {name: None if x.numel() == 0 else x for name, x in zip(NAMES, kept)}
     memory = delta_rule.Memory(kept["inverse"], kept["Z"], v if kept["E"] is None else kept["E"], kept["states"],
                                kept["z"], kept["scales"])
@@ -181,9 +181,9 @@ def backward_op(do: Tensor, dM_last: Tensor | None, dS_last: Tensor | None, dz_l
         dq, dk, dw, dv, dbeta, dg, dS0, dz0 = delta_rule_backward.memory_backward(
             do, dS_last, dz_last, keys, v, beta, g, o, memory, table, p)
         if M0 is not None:
-            options = _map_options(u, rule, erase_key, feature_map, u_scale, p)
-            du, dM0 = write_direction.map_gradient(dw, k if u is None else u, k, kept["w"], kept["norms"],
-                                                   kept["inverses"], table, dk, dM_last, **options)
+            du, dM0 = write_direction.map_backward(
+                dw, k, u, kept["w"], kept["norms"], kept["starts"], kept["factors"], table, dk, dM_last,
+                **_map_options(rule, erase_key, feature_map, u_scale, p))
     return [q.new_empty(0) if x is None else x for x in (dq, dk, dv, du, dbeta, dg, dM0, dS0, dz0)]
 
 

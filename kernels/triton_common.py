@@ -39,8 +39,8 @@ class Precision:
 class Tables:
     """Places on the line of tokens, int32, on the device. stretch: a run of chunks that starts from its own inverse.
 
-    chunks [NC, 3]: first token, end (exclusive), sequence.  stretches [NS, 3]: likewise.
-    sequences [N, 4]: first chunk, end chunk, first stretch, end stretch.
+    chunks [NC, 3]: first token, end (exclusive), sequence.  stretches [NS, 3]: first token, end, first chunk.
+    sequences [N, 6]: first chunk, end chunk, first stretch, end stretch, first token, end token.
     """
 
     chunks: Tensor
@@ -64,17 +64,39 @@ def tables(rows: int, tokens: int, bounds: tuple[int, ...] | None, stretch: int,
 
     chunks, chunk_first, chunk_end = cut(CHUNK)
     stretches, stretch_first, stretch_end = cut(stretch)
-    sequences = torch.stack([chunk_first, chunk_end, stretch_first, stretch_end], 1)
+    owner = stretches[:, 2]
+    stretches[:, 2] = chunk_first[owner] + (stretches[:, 0] - start[owner]) // CHUNK
+    sequences = torch.stack([chunk_first, chunk_end, stretch_first, stretch_end, start, end], 1)
     return Tables(*(x.to(device, torch.int32).contiguous() for x in (chunks, stretches, sequences)), int(edges[-1]))
 
 
 @triton.jit
-def dot(a, b, P: tl.constexpr):
-    """a @ b, summed in float32, with inputs as precise as P says."""
+def leading_bits(x):
+    """x cut to the 11 significant bits that a tf32 matmul keeps."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot_onto(total, a, b, P: tl.constexpr):
+    """total + a @ b, summed in float32, with inputs as precise as P says."""
     if P == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
     else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=P)
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        if P == "tf32x3":
+            # Triton's own tf32x3 tests every partial sum for NaN, which costs more than the matmuls of small tiles.
+            a_lead, b_lead = leading_bits(a), leading_bits(b)
+            total = tl.dot(a - a_lead, b_lead, total, input_precision="tf32")
+            total = tl.dot(a_lead, b - b_lead, total, input_precision="tf32")
+            return tl.dot(a_lead, b_lead, total, input_precision="tf32")
+        else:
+            return tl.dot(a, b, total, input_precision=P)
+
+
+@triton.jit
+def dot(a, b, P: tl.constexpr):
+    """a @ b, likewise."""
+    return dot_onto(tl.zeros([a.shape[0], b.shape[1]], tl.float32), a, b, P)
 
 
 @triton.jit
@@ -144,26 +166,31 @@ def unit_rows_gradient(x, dy):
 
 @triton.jit
 def scan_kernel(x, initial, total, sequences, H, SIZE, COLUMN: tl.constexpr, REVERSE: tl.constexpr,
-                HAS_INITIAL: tl.constexpr, BLOCK: tl.constexpr):
-    """Exclusive sums along each sequence, in place, on top of `initial`; the sums with the last one to `total`."""
+                HAS_INITIAL: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Exclusive sums along each sequence, in place, on top of `initial`; the sums with the last one to `total`.
+
+    GROUP addends are loaded at once: one at a time, the pass would wait for memory at every step.
+    """
     blocks = (SIZE + BLOCK - 1) // BLOCK
     program = tl.program_id(0).to(tl.int64)
-    place = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    place = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
     line = program // blocks  # sequence * H + head
     sequence, head = line // H, line % H
-    first = tl.load(sequences + sequence * 4 + COLUMN)
-    end = tl.load(sequences + sequence * 4 + COLUMN + 1)
-    mask = place < SIZE
+    first = tl.load(sequences + sequence * 6 + COLUMN)
+    end = tl.load(sequences + sequence * 6 + COLUMN + 1)
+    inside = place < SIZE
     carry = tl.zeros([BLOCK], x.dtype.element_ty)
     if HAS_INITIAL:
-        carry += tl.load(initial + line * SIZE + place, mask=mask, other=0).to(carry.dtype)
-    for i in range(0, end - first):
-        at = end - 1 - i if REVERSE else first + i
-        pointer = x + (at.to(tl.int64) * H + head) * SIZE + place
+        carry += tl.load(initial + line * SIZE + place, mask=inside, other=0).to(carry.dtype)
+    for i in range(0, (end - first + GROUP - 1) // GROUP):
+        step = i * GROUP + tl.arange(0, GROUP)
+        at = end - 1 - step if REVERSE else first + step
+        pointer = x + ((at.to(tl.int64) * H + head) * SIZE)[:, None] + place[None, :]
+        mask = (step < end - first)[:, None] & inside[None, :]
         value = tl.load(pointer, mask=mask, other=0)
-        tl.store(pointer, carry, mask=mask)
-        carry += value
-    tl.store(total + line * SIZE + place, carry, mask=mask)
+        tl.store(pointer, carry[None, :] + (tl.cumsum(value, 0) - value), mask=mask)
+        carry += tl.sum(value, 0)
+    tl.store(total + line * SIZE + place, carry, mask=inside)
 
 
 def scan(x: Tensor, table: Tables, column: int, initial: Tensor | None = None, reverse: bool = False) -> Tensor:
@@ -173,8 +200,8 @@ def scan(x: Tensor, table: Tables, column: int, initial: Tensor | None = None, r
     """
     total = x.new_empty(len(table.sequences), *x.shape[1:])
     heads, size = x.shape[1], x[0, 0].numel()
-    block = min(1024, triton.next_power_of_2(size))
+    block = min(256, triton.next_power_of_2(size))
     grid = (len(table.sequences) * heads * triton.cdiv(size, block),)
     scan_kernel[grid](x, initial, total, table.sequences, heads, size, COLUMN=column, REVERSE=reverse,
-                      HAS_INITIAL=initial is not None, BLOCK=block, num_warps=4)
+                      HAS_INITIAL=initial is not None, GROUP=8, BLOCK=block, num_warps=4)
     return total

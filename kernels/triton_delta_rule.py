@@ -107,7 +107,7 @@ def solve_kernel(k, w, v, beta, g, inverse, Y, Z, chunks, H, F: tl.constexpr, UN
 
 
 @triton.jit
-def carry_kernel(k, w, v, beta, g, Y, Z, states, initial, final, chunks, sequences, H, F: tl.constexpr,
+def carry_kernel(k, w, v, beta, g, Y, Z, states, initial, final, sequences, H, F: tl.constexpr,
                  UNIT: tl.constexpr, HAS_W: tl.constexpr, ERASE: tl.constexpr, HAS_G: tl.constexpr,
                  HAS_INITIAL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                  P: tl.constexpr):
@@ -117,14 +117,14 @@ def carry_kernel(k, w, v, beta, g, Y, Z, states, initial, final, chunks, sequenc
     column = (program % blocks) * BV + tl.arange(0, BV)
     line = program // blocks
     sequence, head = line // H, line % H
-    first, last = tl.load(sequences + sequence * 4), tl.load(sequences + sequence * 4 + 1)
+    first, last = tl.load(sequences + sequence * 6), tl.load(sequences + sequence * 6 + 1)
+    start, end = tl.load(sequences + sequence * 6 + 4), tl.load(sequences + sequence * 6 + 5)
     square = tl.arange(0, DK)[:, None] * DV + column[None, :]
     S = tl.zeros([DK, BV], tl.float32)
     if HAS_INITIAL:
         S += tl.load(initial + line * DK * DV + square)
     for i in range(0, last - first):
-        chunk = first + i
-        token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+        chunk, token = first + i, start + i * C
         base, offsets, mask = places(token, end, head, H, DK, C)
         base_v = (token.to(tl.int64) * H + head) * DV
         values = (tl.arange(0, C) * (H * DV))[:, None] + column[None, :]
@@ -207,6 +207,11 @@ def warps(dk: int, dv: int) -> int:
     return 8 if max(dk, dv) == 128 else 4
 
 
+def stages(dk: int, dv: int, precision: Precision) -> int:
+    """How far the sequential passes load ahead: two chunks where shared memory allows."""
+    return 1 if precision.store == torch.float32 and max(dk, dv) == 128 else 2
+
+
 def value_block(dk: int, dv: int, programs: int, device: torch.device) -> int:
     """Columns of the state a program of the sequential pass takes: few enough that all processors have work."""
     block = min(dv, 64)
@@ -241,8 +246,9 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
     lines = len(table.sequences) * heads
     block = value_block(dk, dv, lines, device)
     carry_kernel[(lines * (dv // block),)](
-        keys.k, keys.w, v, beta, g, E, Z, states, S0, final, table.chunks, table.sequences, heads, **key_options, **sizes,
-        ERASE=keys.erase, HAS_G=g is not None, HAS_INITIAL=S0 is not None, BV=block, P=precision.memory, num_warps=4)
+        keys.k, keys.w, v, beta, g, E, Z, states, S0, final, table.sequences, heads, **key_options, **sizes,
+        ERASE=keys.erase, HAS_G=g is not None, HAS_INITIAL=S0 is not None, BV=block, P=precision.memory,
+        num_warps=4, num_stages=stages(dk, dv, precision))
     z = z_last = None
     if normalized:
         z = torch.empty(count, heads, dk, dtype=torch.float32, device=device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.triton_common import (CHUNK, Precision, Tables, dot, feature, feature_slope, load, places, scan,
                                    token_places, unit_rows_gradient)
 from kernels.triton_delta_rule import (SMALLEST_BETA, Keys, Memory, load_beta, load_decay, load_key, masked_decay,
-                                       value_block, warps)
+                                       stages, value_block, warps)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def prepare_kernel(q, k, w, o, do, scales, g, dread, dE, slopes, query_sums, chu
 
 
 @triton.jit
-def carry_back_kernel(q, k, w, g, Z, dread, dE, dstates, dfinal, dinitial, chunks, sequences, H, F: tl.constexpr,
+def carry_back_kernel(q, k, w, g, Z, dread, dE, dstates, dfinal, dinitial, sequences, H, F: tl.constexpr,
                       UNIT: tl.constexpr, HAS_W: tl.constexpr, ERASE: tl.constexpr, HAS_G: tl.constexpr,
                       HAS_FINAL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                       P: tl.constexpr):
@@ -58,14 +58,15 @@ def carry_back_kernel(q, k, w, g, Z, dread, dE, dstates, dfinal, dinitial, chunk
     column = (program % blocks) * BV + tl.arange(0, BV)
     line = program // blocks
     sequence, head = line // H, line % H
-    first, last = tl.load(sequences + sequence * 4), tl.load(sequences + sequence * 4 + 1)
+    first, last = tl.load(sequences + sequence * 6), tl.load(sequences + sequence * 6 + 1)
+    start, end = tl.load(sequences + sequence * 6 + 4), tl.load(sequences + sequence * 6 + 5)
     square = tl.arange(0, DK)[:, None] * DV + column[None, :]
     dS = tl.zeros([DK, BV], tl.float32)
     if HAS_FINAL:
         dS += tl.load(dfinal + line * DK * DV + square)
     for i in range(0, last - first):
         chunk = last - 1 - i
-        token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+        token = start + (chunk - first) * C
         base, offsets, mask = places(token, end, head, H, DK, C)
         base_v = (token.to(tl.int64) * H + head) * DV
         values = (tl.arange(0, C) * (H * DV))[:, None] + column[None, :]
@@ -216,8 +217,9 @@ def memory_backward(do: Tensor, dfinal: Tensor | None, dz_last: Tensor | None, k
     lines = len(table.sequences) * heads
     block = value_block(dk_size, dv_size, lines, device)
     carry_back_kernel[(lines * (dv_size // block),)](
-        keys.q, keys.k, keys.w, g, memory.Z, dread, dE, dstates, dfinal, dinitial, table.chunks, table.sequences, heads,
-        **key_options, **sizes, ERASE=keys.erase, HAS_FINAL=dfinal is not None, BV=block, num_warps=4)
+        keys.q, keys.k, keys.w, g, memory.Z, dread, dE, dstates, dfinal, dinitial, table.sequences, heads,
+        **key_options, **sizes, ERASE=keys.erase, HAS_FINAL=dfinal is not None, BV=block, num_warps=4,
+        num_stages=stages(dk_size, dv_size, precision))
     dq, dk, dv = torch.empty_like(keys.q), torch.empty_like(keys.k), torch.empty_like(v)
     dw = None if keys.w is None else torch.empty_like(keys.w)
     dbeta, dg = (None if x is None else torch.empty_like(x) for x in (beta, g))

@@ -2,8 +2,9 @@
 
 A sequence is cut into stretches. Gram sums of the stretches, their prefix sums and the inverse at each stretch's start
 are float64 (λ0 = 0.1 would be lost beside a sum over T tokens). From there one program walks its stretch in leaves of
-16 tokens and carries A: with I + U A Uᵀ = L D Lᵀ and W = D^-1/2 L⁻¹ U A it is a = X A − tril(X Wᵀ) W and A −= Wᵀ W.
-Where x is u itself, a_t = W_t D_t^-1/2, which does not cancel.
+16 tokens and carries A: with I + U A Uᵀ = L D Lᵀ and W = D^-1/2 L⁻¹ U A it is A −= Wᵀ W. It leaves W and A at every
+chunk's start, so that the map itself, a = X A − tril(X Wᵀ) W, and all of the backward pass run over chunks in parallel.
+Where x is u, a_t = W_t D_t^-1/2, which does not cancel.
 """
 
 import torch
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_common import (LEAF, Precision, Tables, dot, feature, feature_slope, load, places, scan,
+from kernels.triton_common import (CHUNK, LEAF, Precision, Tables, dot, dot_onto, feature, feature_slope, load, places, scan,
                                    token_places, unit_rows, unit_rows_gradient)
 
 
@@ -21,83 +22,77 @@ def dot_wide(a, b):
 
 
 @triton.jit
-def unit_columns(x):
-    squared = tl.sum(x * x, 0)
-    return x * tl.where(squared > 0, 1 / tl.sqrt(tl.where(squared > 0, squared, 1.0)), 0.0)[None, :]
-
-
-@triton.jit
-def unit_float64(x, scale):
-    """Rows of length `scale` in float64: rounding a unit row to float32 would leave the span of its repetitions."""
-    x = x.to(tl.float64)
-    square = tl.sum(x * x, 1)
-    length = tl.sqrt(tl.where(square > 0, square, 1.0))
-    return x * tl.where(square > 0, scale / length, 0.0)[:, None]
-
-
-@triton.jit
 def round_to(x, unit):
     """The nearest multiple of 1/unit."""
     return tl.floor(x * unit + 0.5) / unit
 
 
 @triton.jit
-def load_direction(u, offsets, mask, scale, F: tl.constexpr, FROM_KEY: tl.constexpr, WIDE: tl.constexpr):
-    """Penalty directions: rows of u (of the key's features where u is the key), normalised to `scale`."""
-    x = load(u, offsets, mask)
-    if FROM_KEY:
-        x = feature(x, mask, F)
-    if WIDE:
-        return unit_float64(x, scale)
-    else:
-        return round_to(unit_rows(x), 32768.0) * scale
+def unit_columns(x):
+    squared = tl.sum(x * x, 0)
+    return x * tl.where(squared > 0, 1 / tl.sqrt(tl.where(squared > 0, squared, 1.0)), 0.0)[None, :]
 
 
 @triton.jit
-def gram_kernel(u, gram, stretches, H, scale, F: tl.constexpr, FROM_KEY: tl.constexpr, D: tl.constexpr,
+def direction_columns(x, mask, F: tl.constexpr, FROM_KEY: tl.constexpr, WIDE: tl.constexpr):
+    """Unit penalty directions from the raw columns x [D, N]: float64, or float32 in multiples of 2⁻¹⁵.
+
+    Rounding a unit vector to float32 would leave the span of its repetitions; on the coarse grid Gram sums are exact.
+    """
+    if FROM_KEY:
+        x = feature(x, mask, F)
+    if WIDE:
+        return unit_columns(x.to(tl.float64))
+    else:
+        return round_to(unit_columns(x), 32768.0)
+
+
+@triton.jit
+def gram_kernel(u, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
                 C: tl.constexpr, WIDE: tl.constexpr):
-    """Σ u uᵀ of a stretch, float64. A unit row in multiples of 2⁻¹⁵ is two bfloat16 rows whose products sum up exactly
-    in float32, so that the sum is exactly that of the rows the other kernels use, however many they are."""
+    """Σ u uᵀ of a stretch, float64. A vector in multiples of 2⁻¹⁵ is a pair of bfloat16 vectors whose products sum up
+    exactly in float32, so the sum is exactly that of the directions the other kernels use, however many they are."""
     program = tl.program_id(0).to(tl.int64)
     stretch, head = program // H, program % H
     token, end = tl.load(stretches + stretch * 3), tl.load(stretches + stretch * 3 + 1)
+    line = tl.arange(0, D)
     total = tl.zeros([D, D], tl.float64)
     for i in range(0, (end - token + C - 1) // C):
-        base, offsets, mask = places(token + i * C, end, head, H, D, C)
+        base, per_token, mask = token_places(token + i * C, end, head, H, C)
+        U = load(u + base * D, per_token[None, :] * D + line[:, None], mask[None, :])
+        U = direction_columns(U, mask[None, :], F, FROM_KEY, WIDE)
         if WIDE:
-            U = load_direction(u + base, offsets, mask, scale, F, FROM_KEY, WIDE)
-            total += dot_wide(tl.trans(U), U)
+            total += dot_wide(U, tl.trans(U))
         else:
-            U = load_direction(u + base, offsets, mask, 1.0, F, FROM_KEY, WIDE)
             high = round_to(U, 128.0)
             low = (U - high) * 256.0
-            cross = dot(tl.trans(high), low, "bf16") * 0.00390625
-            partial = dot(tl.trans(high), high, "bf16").to(tl.float64) + (cross + tl.trans(cross)).to(tl.float64)
-            total += partial + (dot(tl.trans(low), low, "bf16") * 1.52587890625e-05).to(tl.float64)
-    if not WIDE:
-        total *= scale.to(tl.float64) * scale
-    at = tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(gram + program * D * D + at, total)
+            cross = dot(high, tl.trans(low), "bf16") * 0.00390625
+            total += dot(high, tl.trans(high), "bf16").to(tl.float64) + (cross + tl.trans(cross)).to(tl.float64)
+            total += (dot(low, tl.trans(low), "bf16") * 1.52587890625e-05).to(tl.float64)
+    tl.store(gram + program * D * D + line[:, None] * D + line[None, :], total * (SCALE * SCALE))
 
 
 @triton.jit
 def inverse_kernel(matrices, inverses, D: tl.constexpr):
-    """Inverses of symmetric positive definite float64 matrices by symmetric sweeps, one program a matrix."""
+    """Inverses of symmetric positive definite float64 matrices by symmetric sweeps, one program a matrix.
+
+    A sweep of column c with pivot p is M − x xᵀ/p − 2 e eᵀ for x = c − e: no case for row and column of the pivot, and
+    the last term, which no later sweep reads, is left to the end. After all sweeps M has become −M⁻¹. Where p is large
+    the row c/p comes out of a cancellation, p times float64's rounding: 1e-10 after a million tokens.
+    """
     program = tl.program_id(0).to(tl.int64)
     line = tl.arange(0, D)
     r, c = line[:, None], line[None, :]
-    at = program * D * D + r * D + c
-    M = tl.load(matrices + at)
+    at = r * D + c
+    M = tl.load(matrices + program * D * D + at)
     for j in range(0, D):
         column = tl.sum(tl.where(c == j, M, 0.0), 1)
-        row = tl.sum(tl.where(r == j, M, 0.0), 0)
-        pivot = tl.sum(tl.where(line == j, row, 0.0), 0)
-        factor = 1.0 / pivot
-        row_factor, column_factor = row * factor, column * factor
-        M = M - column[:, None] * row_factor[None, :]
-        M = tl.where(r == j, row_factor[None, :], tl.where(c == j, column_factor[:, None], M))
-        M = tl.where((r == j) & (c == j), -factor, M)
-    tl.store(inverses + at, (-M).to(inverses.dtype.element_ty))
+        here = line == j
+        pivot = tl.sum(tl.where(here, column, 0.0), 0)
+        column = tl.where(here, column - 1.0, column)
+        M -= column[:, None] * (column * (1.0 / pivot))[None, :]
+    M = tl.where(r == c, 2.0 - M, -M)
+    tl.store(inverses + program * D * D + at, M.to(inverses.dtype.element_ty))
 
 
 @triton.jit
@@ -118,181 +113,221 @@ def leaf_factor(G, N: tl.constexpr):
 
 
 @triton.jit
-def map_kernel(u, x, w, norms, inverses, out, out_norms, outer, stretches, H, scale, F: tl.constexpr,
-               FROM_KEY: tl.constexpr, X: tl.constexpr, UNIT: tl.constexpr, BACKWARD: tl.constexpr, D: tl.constexpr,
-               N: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, PX: tl.constexpr):
-    """Walks a stretch. X says what is mapped: "u" itself, "unit" or "raw" features of x, or a "gradient" x.
+def factor_kernel(u, inverses, starts, factors, out, norms, stretches, H, F: tl.constexpr, FROM_KEY: tl.constexpr,
+                  SCALE: tl.constexpr, SAME: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+                  N: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr):
+    """Walks a stretch: A at every chunk's start to `starts`, W to `factors`; SAME: also the map of u itself.
 
-    Forward: out = A_t x_t (with UNIT its direction, and its length in out_norms). Backward: x is the gradient of that
-    output w; out = b = A_t da_t, and outer = Σ b aᵀ + a bᵀ over the stretch. Tokens are columns here: [D, N] tiles keep
-    all warps busy where [N, D] ones would not.
+    Tokens are columns here: [D, N] tiles keep all warps busy where [N, D] ones would not. The next leaf is loaded
+    while this one is worked on, for nothing else hides that latency.
     """
     program = tl.program_id(0).to(tl.int64)
     stretch, head = program // H, program % H
     token, end = tl.load(stretches + stretch * 3), tl.load(stretches + stretch * 3 + 1)
+    chunk = tl.load(stretches + stretch * 3 + 2)
     line, leaf = tl.arange(0, D), tl.arange(0, N)
     square = line[:, None] * D + line[None, :]
     A = tl.load(inverses + program * D * D + square)
-    if BACKWARD:
-        total = tl.zeros([D, D], tl.float32)
-    for i in range(0, (end - token + N - 1) // N):
-        base_t, per_token, mask_t = token_places(token + i * N, end, head, H, N)
-        base, offsets, mask = base_t * D, per_token[None, :] * D + line[:, None], mask_t[None, :]
-        U = load(u + base, offsets, mask)
-        if FROM_KEY:
-            U = feature(U, mask, F)
-        if WIDE:
-            U64 = unit_columns(U.to(tl.float64)) * scale
-            AU = dot_wide(A, U64).to(tl.float32)
-            U = U64.to(tl.float32)
-        else:
-            U = round_to(unit_columns(U), 32768.0) * scale
-            AU = dot(A, U, P)
-        gram = dot(tl.trans(U), AU, P)
-        gram = (gram + tl.trans(gram)) * 0.5 + tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
-        R, pivots = leaf_factor(gram, N)
-        Y = dot(AU, tl.trans(R), P)
-        W = Y * tl.sqrt(pivots)[None, :]
-        if X == "u":
-            a = Y * pivots[None, :] * (1 / scale)
-        else:
-            V = load(x + base, offsets, mask)
-            if BACKWARD:
-                direction = load(w + base, offsets, mask)
-                if UNIT:
-                    length = tl.load(norms + base_t + per_token, mask=mask_t, other=0)
-                    V = V - direction * tl.sum(V * direction, 0)[None, :]
-                    V = V * tl.where(length > 0, 1 / tl.where(length > 0, length, 1.0), 0.0)[None, :]
-                    direction = direction * length[None, :]
-            else:
-                V = feature(V, mask, F)
-                if X == "unit":
-                    V = unit_columns(V)
+    base, per_token, mask = token_places(token, end, head, H, N)
+    columns = per_token[None, :] * D + line[:, None]
+    ahead = tl.load(u + base * D + columns, mask=mask[None, :], other=0)
+    for i in range(0, (end - token + C - 1) // C):
+        tl.store(starts + ((chunk + i).to(tl.int64) * H + head) * (D * D) + square, A)
+        for j in range(0, C // N):
+            U = direction_columns(ahead.to(tl.float32), mask[None, :], F, FROM_KEY, WIDE)
+            base_now, mask_now = base, mask
+            base, _, mask = token_places(token + i * C + (j + 1) * N, end, head, H, N)
+            ahead = tl.load(u + base * D + columns, mask=mask[None, :], other=0)
             if WIDE:
-                a = dot_wide(A, V.to(tl.float64)).to(tl.float32)
+                U = U * SCALE
+                AU = dot_wide(A, U).to(tl.float32)
+                U = U.to(tl.float32)
             else:
-                a = dot(A, V, PX)
-            within = tl.where(leaf[:, None] <= leaf[None, :], dot(tl.trans(W), V, PX), 0.0)
-            a -= dot(W, within, PX)
-        if WIDE:
-            W64 = W.to(tl.float64)
-            A -= dot_wide(W64, tl.trans(W64))
-        else:
-            A -= dot(W, tl.trans(W), P)
-        if BACKWARD:
-            total += dot(a, tl.trans(direction), PX)
-        elif UNIT:
-            squared = tl.sum(a * a, 0)
-            length = tl.sqrt(squared)
-            tl.store(out_norms + base_t + per_token, length, mask=mask_t)
-            a = a * tl.where(squared > 0, 1 / tl.where(squared > 0, length, 1.0), 0.0)[None, :]
-        tl.store(out + base + offsets, a.to(out.dtype.element_ty), mask=mask)
-    if BACKWARD:
-        tl.store(outer + program * D * D + square, total + tl.trans(total))
+                U = U * SCALE
+                AU = dot(A, U, P)
+            identity = tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
+            R, pivots = leaf_factor(dot_onto(identity, tl.trans(U), AU, P), N)
+            Y = dot(AU, tl.trans(R), P)
+            W = Y * tl.sqrt(pivots)[None, :]
+            tl.store(factors + base_now * D + columns, W, mask=mask_now[None, :])
+            if SAME:
+                a = Y * (pivots * (1 / SCALE))[None, :]
+                if UNIT:
+                    squared = tl.sum(a * a, 0)
+                    length = tl.sqrt(squared)
+                    tl.store(norms + base_now + per_token, length, mask=mask_now)
+                    a = a * tl.where(squared > 0, 1 / tl.where(squared > 0, length, 1.0), 0.0)[None, :]
+                tl.store(out + base_now * D + columns, a.to(out.dtype.element_ty), mask=mask_now[None, :])
+            if WIDE:
+                W64 = W.to(tl.float64)
+                A -= dot_wide(W64, tl.trans(W64))
+            else:
+                A = dot_onto(A, W, tl.trans(-W), P)
 
 
 @triton.jit
-def direction_gradient_kernel(u, k, w, norms, b, later, du, dk, stretches, H, scale, F: tl.constexpr,
-                              FROM_KEY: tl.constexpr, X: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr,
-                              C: tl.constexpr, P: tl.constexpr):
-    """du_s = −Σ_{t>=s} b_t (a_t·u_s) + a_t (b_t·u_s), walking a stretch backwards, down to the raw inputs.
+def later_tokens(V, factors, H, head, token, end, first, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+                 P: tl.constexpr):
+    """tril(V Wᵀ) W for R rows V of a chunk, `first` of which come before them."""
+    base, offsets, mask = places(token, end, head, H, D, C)
+    W = load(factors + base, offsets, mask)
+    lower = first + tl.arange(0, R)[:, None] >= tl.arange(0, C)[None, :]
+    return dot(tl.where(lower, dot(V, tl.trans(W), P), 0.0), W, P)
 
-    later [D, D]: Σ b aᵀ + a bᵀ of the stretches that follow. Adds to dk (the key's part of b and, where u is the key, of
-    du).
+
+@triton.jit
+def map_kernel(x, starts, factors, out, norms, chunks, H, F: tl.constexpr, RAW: tl.constexpr, UNIT: tl.constexpr,
+               D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr):
+    """out = A_t x_t for R rows of a chunk and the features of x, unit ones unless RAW; with UNIT its direction, and its
+    length to norms."""
+    parts: tl.constexpr = C // R
+    program = tl.program_id(0).to(tl.int64)
+    first, place = (program % parts).to(tl.int32) * R, program // parts
+    chunk, head = place // H, place % H
+    token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+    line = tl.arange(0, D)
+    start = tl.load(starts + place * D * D + line[:, None] * D + line[None, :])
+    base, offsets, mask = places(token + first, end, head, H, D, R)
+    V = feature(load(x + base, offsets, mask), mask, F)
+    if WIDE:
+        V64 = V.to(tl.float64)
+        if not RAW:
+            squared64 = tl.sum(V64 * V64, 1)
+            V64 = V64 * tl.where(squared64 > 0, 1 / tl.sqrt(tl.where(squared64 > 0, squared64, 1.0)), 0.0)[:, None]
+        a = dot_wide(V64, start).to(tl.float32)
+        V = V64.to(tl.float32)
+    else:
+        if not RAW:
+            V = unit_rows(V)
+        a = dot(V, start, P)
+    a -= later_tokens(V, factors, H, head, token, end, first, R, D, C, P)
+    if UNIT:
+        squared = tl.sum(a * a, 1)
+        length = tl.sqrt(squared)
+        base_t, per_token, mask_t = token_places(token + first, end, head, H, R)
+        tl.store(norms + base_t + per_token, length, mask=mask_t)
+        a = a * tl.where(squared > 0, 1 / tl.where(squared > 0, length, 1.0), 0.0)[:, None]
+    tl.store(out + base + offsets, a.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def map_gradient_kernel(dw, w, norms, starts, factors, b, outer, chunks, H, UNIT: tl.constexpr, D: tl.constexpr,
+                        C: tl.constexpr, P: tl.constexpr):
+    """b = A_t da_t for the gradient dw of the map's result w, and outer = Σ b aᵀ + a bᵀ over the chunk."""
+    program = tl.program_id(0).to(tl.int64)
+    chunk, head = program // H, program % H
+    token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+    line = tl.arange(0, D)
+    square = program * D * D + line[:, None] * D + line[None, :]
+    base, offsets, mask = places(token, end, head, H, D, C)
+    V, a = load(dw + base, offsets, mask), load(w + base, offsets, mask)
+    if UNIT:
+        base_t, per_token, mask_t = token_places(token, end, head, H, C)
+        length = tl.load(norms + base_t + per_token, mask=mask_t, other=0)
+        V = V - a * tl.sum(V * a, 1)[:, None]
+        V = V * tl.where(length > 0, 1 / tl.where(length > 0, length, 1.0), 0.0)[:, None]
+        a = a * length[:, None]
+    B = dot(V, tl.load(starts + square), P)
+    B -= later_tokens(V, factors, H, head, token, end, 0, C, D, C, P)
+    tl.store(b + base + offsets, B.to(b.dtype.element_ty), mask=mask)
+    half = dot(tl.trans(B), a, P)
+    tl.store(outer + square, half + tl.trans(half))
+
+
+@triton.jit
+def direction_gradient_kernel(u, k, w, norms, b, later, du, dk, chunks, H, F: tl.constexpr, FROM_KEY: tl.constexpr,
+                              RAW: tl.constexpr, UNIT: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
+                              C: tl.constexpr, P: tl.constexpr):
+    """du_s = −Σ_{t>=s} b_t (a_t·u_s) + a_t (b_t·u_s) of a chunk, and b as the key's gradient, down to the raw inputs.
+
+    later [D, D]: Σ b aᵀ + a bᵀ of the chunks that follow. Adds to dk the key's part of b and, where u is the key, of du.
     """
     program = tl.program_id(0).to(tl.int64)
-    stretch, head = program // H, program % H
-    token, end = tl.load(stretches + stretch * 3), tl.load(stretches + stretch * 3 + 1)
-    line, chunk = tl.arange(0, D), tl.arange(0, C)
-    onwards = tl.load(later + program * D * D + line[:, None] * D + line[None, :]).to(tl.float32)
-    upper = chunk[:, None] <= chunk[None, :]
-    steps = (end - token + C - 1) // C
-    for i in range(0, steps):
-        start = token + (steps - 1 - i) * C
-        base, offsets, mask = places(start, end, head, H, D, C)
-        raw_u = load(u + base, offsets, mask)
-        features_u = feature(raw_u, mask, F) if FROM_KEY else raw_u
-        U = unit_rows(features_u) * scale
-        B, a = load(b + base, offsets, mask), load(w + base, offsets, mask)
-        if UNIT:
-            base_t, per_token, mask_t = token_places(start, end, head, H, C)
-            a = a * tl.load(norms + base_t + per_token, mask=mask_t, other=0)[:, None]
-        dU = dot(U, onwards, P)
-        dU += dot(tl.where(upper, dot(U, tl.trans(a), P), 0.0), B, P)
-        dU += dot(tl.where(upper, dot(U, tl.trans(B), P), 0.0), a, P)
-        outer = dot(tl.trans(B), a, P)
-        onwards += outer + tl.trans(outer)
-        dU = unit_rows_gradient(features_u, dU * (-scale))
-        if FROM_KEY:
-            if X == "unit":
-                dU += unit_rows_gradient(features_u, B)
-            elif X == "raw":
-                dU += B
-            dU = dU * feature_slope(raw_u, F) + load(dk + base, offsets, mask)
-            tl.store(dk + base + offsets, dU.to(dk.dtype.element_ty), mask=mask)
-        else:
-            tl.store(du + base + offsets, dU.to(du.dtype.element_ty), mask=mask)
-            raw = load(k + base, offsets, mask)
-            dK = unit_rows_gradient(feature(raw, mask, F), B) if X == "unit" else B
-            dK = dK * feature_slope(raw, F) + load(dk + base, offsets, mask)
-            tl.store(dk + base + offsets, dK.to(dk.dtype.element_ty), mask=mask)
+    chunk, head = program // H, program % H
+    token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+    line, place = tl.arange(0, D), tl.arange(0, C)
+    base, offsets, mask = places(token, end, head, H, D, C)
+    raw_u = load(u + base, offsets, mask)
+    features_u = feature(raw_u, mask, F) if FROM_KEY else raw_u
+    U = unit_rows(features_u) * SCALE
+    onwards = tl.load(later + program * D * D + line[:, None] * D + line[None, :])
+    dU = dot(U, onwards, P)
+    B, a = load(b + base, offsets, mask), load(w + base, offsets, mask)
+    if UNIT:
+        base_t, per_token, mask_t = token_places(token, end, head, H, C)
+        a = a * tl.load(norms + base_t + per_token, mask=mask_t, other=0)[:, None]
+    upper = place[:, None] <= place[None, :]
+    dU += dot(tl.where(upper, dot(U, tl.trans(a), P), 0.0), B, P)
+    dU += dot(tl.where(upper, dot(U, tl.trans(B), P), 0.0), a, P)
+    dU = unit_rows_gradient(features_u, dU * (-SCALE))
+    if FROM_KEY:
+        dU += B if RAW else unit_rows_gradient(features_u, B)
+        dU = dU * feature_slope(raw_u, F) + load(dk + base, offsets, mask)
+        tl.store(dk + base + offsets, dU.to(dk.dtype.element_ty), mask=mask)
+    else:
+        tl.store(du + base + offsets, dU.to(du.dtype.element_ty), mask=mask)
+        raw = load(k + base, offsets, mask)
+        dK = B if RAW else unit_rows_gradient(feature(raw, mask, F), B)
+        dK = dK * feature_slope(raw, F) + load(dk + base, offsets, mask)
+        tl.store(dk + base + offsets, dK.to(dk.dtype.element_ty), mask=mask)
 
 
-def start_inverses(u: Tensor, M0: Tensor, table: Tables, from_key: bool, feature_map: str, scale: float,
-                   precision: Precision) -> tuple[Tensor, Tensor]:
-    """A at each stretch's start [NS, H, D, D] (float32, wide: float64) and M after the last token [N, H, D, D] float64.
+def stretch_tokens(tokens: int, heads: int) -> int:
+    """Tokens a stretch: long ones need few inverses, short ones give every processor its share of sequential work."""
+    length = 32 * CHUNK
+    while length > 4 * CHUNK and tokens * heads < 480 * length:
+        length //= 2
+    return length
 
-    u [tokens, H, D] raw; M0 [N, H, D, D] float64.
+
+def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, feature_map: str, scale: float, raw: bool,
+                unit: bool, precision: Precision):
+    """w = A_t x_t [tokens, H, D] in precision.store (with `unit` its direction), its lengths [tokens, H] float32 or None,
+    A at the chunks' starts [NC, H, D, D] (float32, wide: float64), the factors W [tokens, H, D] float32, and M after the
+    last token [N, H, D, D] float64.
+
+    k, u [tokens, H, D] raw (u None: the unit key); x = k̂, or φ(k) where raw; M0 [N, H, D, D] float64.
     """
-    heads, d = u.shape[1:]
-    matrices = torch.empty(len(table.stretches), heads, d, d, dtype=torch.float64, device=u.device)
+    tokens, heads, d = k.shape
+    direction, from_key, device = k if u is None else u, u is None, k.device
+    same = from_key and not raw
+    options = dict(F=feature_map, FROM_KEY=from_key, SCALE=scale, D=d, WIDE=precision.wide)
     grid = (len(table.stretches) * heads,)
-    gram_kernel[grid](u, matrices, table.stretches, heads, scale, F=feature_map, FROM_KEY=from_key, D=d, C=64 if d < 128 else 32,
-                      WIDE=precision.wide, num_warps=4 if d < 128 else 8)
+    matrices = torch.empty(len(table.stretches), heads, d, d, dtype=torch.float64, device=device)
+    gram_kernel[grid](direction, matrices, table.stretches, heads, **options, C=64 if d < 128 else 32,
+                      num_warps=4 if d < 128 else 8)
     M_last = scan(matrices, table, 2, M0)
     inverses = matrices if precision.wide else torch.empty_like(matrices, dtype=torch.float32)
-    inverse_kernel[grid](matrices, inverses, D=d, num_warps={16: 1, 32: 1, 64: 4, 128: 8}[d])
-    return inverses, M_last
+    inverse_kernel[grid](matrices, inverses, D=d, num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
+    starts = torch.empty(len(table.chunks), heads, d, d, dtype=inverses.dtype, device=device)
+    factors = torch.empty(tokens, heads, d, dtype=torch.float32, device=device)
+    out = torch.empty(tokens, heads, d, dtype=precision.store, device=device)
+    norms = torch.empty(tokens, heads, dtype=torch.float32, device=device) if unit else None
+    factor_kernel[grid](direction, inverses, starts, factors, out, norms, table.stretches, heads, **options, SAME=same,
+                        UNIT=unit, C=CHUNK, N=LEAF, P=precision.direction, num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
+    if not same:
+        rows = CHUNK // 2 if precision.wide and d == 128 else CHUNK  # a float64 A of 128 x 128 leaves no more room
+        map_kernel[(len(table.chunks) * heads * (CHUNK // rows),)](
+            k, starts, factors, out, norms, table.chunks, heads, F=feature_map, RAW=raw, UNIT=unit, D=d, C=CHUNK, R=rows,
+            WIDE=precision.wide, P=precision.reading, num_warps=4 if d < 128 else 8)
+    return out, norms, starts, factors, M_last
 
 
-def apply_map(u: Tensor, x: Tensor, inverses: Tensor, table: Tables, *, from_key: bool, feature_map: str, scale: float,
-              x_is: str, unit: bool, precision: Precision) -> tuple[Tensor, Tensor | None]:
-    """a_t = A_t x_t, [tokens, H, D] in precision.store; with `unit` its direction, and its length [tokens, H] float32."""
-    tokens, heads, d = u.shape
-    out = torch.empty(tokens, heads, d, dtype=precision.store, device=u.device)
-    norms = torch.empty(tokens, heads, dtype=torch.float32, device=u.device) if unit else None
-    map_kernel[(len(table.stretches) * heads,)](
-        u, x, None, None, inverses, out, norms, None, table.stretches, heads, scale, F=feature_map, FROM_KEY=from_key,
-        X=x_is, UNIT=unit, BACKWARD=False, D=d, N=LEAF, WIDE=precision.wide, P=precision.direction, PX=precision.reading,
-        num_warps=map_warps(d))
-    return out, norms
-
-
-def map_gradient(dw: Tensor, u: Tensor, k: Tensor, w: Tensor, norms: Tensor | None, inverses: Tensor, table: Tables,
-                 dk: Tensor, dM_last: Tensor | None, *, from_key: bool, feature_map: str, scale: float, x_is: str,
-                 unit: bool, precision: Precision) -> tuple[Tensor | None, Tensor]:
-    """Gradient of `apply_map` and `start_inverses` for the gradient dw of the map's output w, down to the raw inputs.
-
-    Adds the key's part to dk; returns du (None where u is the key) and dM0.
-    """
-    tokens, heads, d = u.shape
-    b = torch.empty(tokens, heads, d, dtype=precision.store, device=u.device)
-    outer = torch.empty(len(table.stretches), heads, d, d, dtype=torch.float32, device=u.device)
-    grid = (len(table.stretches) * heads,)
-    map_kernel[grid](u, dw, w, norms, inverses, b, None, outer, table.stretches, heads, scale, F=feature_map,
-                     FROM_KEY=from_key, X="gradient", UNIT=unit, BACKWARD=True, D=d, N=LEAF, WIDE=precision.wide,
-                     P=precision.direction, PX=precision.reading, num_warps=map_warps(d))
-    initial = None
-    if dM_last is not None:
-        dM_last = (dM_last + dM_last.mT) / 2
-        initial = (dM_last * -2).contiguous()
-    total = scan(outer, table, 2, initial, reverse=True)
-    du = None if from_key else torch.empty_like(u)
-    direction_gradient_kernel[grid](u, k, w, norms, b, outer, du, dk, table.stretches, heads, scale,
-                                    F=feature_map, FROM_KEY=from_key, X="unit" if x_is == "u" else x_is, UNIT=unit, D=d,
-                                    C=64 if d < 128 else 32, P=precision.reading, num_warps=4 if d < 128 else 8)
+def map_backward(dw: Tensor, k: Tensor, u: Tensor | None, w: Tensor, norms: Tensor | None, starts: Tensor,
+                 factors: Tensor, table: Tables, dk: Tensor, dM_last: Tensor | None, *, feature_map: str, scale: float,
+                 raw: bool, unit: bool, precision: Precision) -> tuple[Tensor | None, Tensor]:
+    """Gradient of `map_forward` for dw and dM_last, down to the raw inputs: adds the key's part to dk, returns du (None
+    where u is the key) and dM0 [N, H, D, D] float64."""
+    tokens, heads, d = k.shape
+    b = torch.empty(tokens, heads, d, dtype=precision.store, device=k.device)
+    outer = torch.empty(len(table.chunks), heads, d, d, dtype=torch.float32, device=k.device)
+    grid, nw = (len(table.chunks) * heads,), 4 if d < 128 else 8
+    map_gradient_kernel[grid](dw, w, norms, starts, factors, b, outer, table.chunks, heads, UNIT=unit, D=d, C=CHUNK,
+                              P=precision.reading, num_warps=nw)
+    initial = None if dM_last is None else (-dM_last - dM_last.mT).contiguous()
+    total = scan(outer, table, 0, initial, reverse=True)
+    du = None if u is None else torch.empty_like(u)
+    direction_gradient_kernel[grid](k if u is None else u, k, w, norms, b, outer, du, dk, table.chunks, heads,
+                                    F=feature_map, FROM_KEY=u is None, RAW=raw, UNIT=unit, SCALE=scale, D=d, C=CHUNK,
+                                    P=precision.reading, num_warps=nw)
     return du, total.double() * -0.5
-
-
-def map_warps(d: int) -> int:
-    return {16: 1, 32: 1, 64: 4, 128: 8}[d]

@@ -1,0 +1,51 @@
+"""Cases for the Triton kernels, compared with the chunked path in float64; run as a script it prints their errors as JSON.
+
+The script is for CPUs: Triton's interpreter must be chosen (TRITON_INTERPRET=1) before Triton is first imported, which
+in a test session may have happened already, so `test_triton.py` starts it as a process of its own.
+"""
+
+import json
+import sys
+
+import torch
+from kernel_cases import make_inputs, relative_errors, run
+
+# name: (variant, readout, (B, T, H, Dk, Dv), with_state, cu_seqlens)
+CPU_CASES = {
+    "unit, normalized": ("unit", "normalized", (1, 80, 1, 16, 16), False, None),
+    "unit, headwise, state": ("unit", "headwise", (1, 69, 2, 32, 16), True, None),
+    "unit key, scaled": ("unit-scaled", "headwise", (1, 40, 1, 16, 16), False, None),
+    "unit, packed, state": ("unit", "headwise", (1, 80, 1, 16, 16), True, (0, 3, 70, 71, 80)),
+    "gain": ("gain", "headwise", (2, 33, 1, 16, 16), False, None),
+    "gain key, state": ("gain-key", "normalized", (1, 66, 1, 16, 16), True, None),
+    "gain raw": ("gain-raw", "headwise", (1, 20, 1, 16, 16), False, None),
+    "fixed": ("fixed", "normalized", (1, 66, 1, 16, 32), True, None),
+    "fixed raw": ("fixed-raw", "headwise", (1, 20, 1, 16, 16), False, None),
+    "linear": ("linear", "headwise", (1, 70, 1, 16, 16), True, None),
+    "linear, normalized, packed": ("linear", "normalized", (1, 80, 1, 16, 16), True, (0, 1, 64, 80)),
+    "mesa, state": ("mesa", "normalized", (1, 66, 1, 16, 16), True, None),
+    "one token": ("unit", "normalized", (1, 1, 1, 16, 16), True, None),
+}
+
+
+def errors(name, cases, dtype=torch.float32, device="cpu"):
+    """Relative error of every output, state and gradient of a case, and of nothing else."""
+    variant, readout, (B, T, H, dk, dv), with_state, bounds = cases[name]
+    sequences = None if bounds is None else len(bounds) - 1
+    leaves, options = make_inputs(variant, readout, B, T, H, dk, dv, sequences=sequences, with_state=with_state)
+    kept = {"S", "A", "z", "penalty"}
+    leaves = {key: None if x is None else x.to(device, torch.float32 if key in kept else dtype)
+              for key, x in leaves.items()}
+    if bounds is not None:
+        options["cu_seqlens"] = torch.tensor(bounds, device=device)
+    wide = {key: None if x is None else x.double() for key, x in leaves.items()}
+    truth, results = run(wide, options, backend="chunked"), run(leaves, options, backend="triton")
+    for x in (truth, results):
+        if "dA" in x:  # A is symmetric: only the symmetric part of its gradient has a meaning
+            x["dA"] = (x["dA"] + x["dA"].mT) / 2
+    return relative_errors(results, truth)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    json.dump({name: errors(name, CPU_CASES) for name in CPU_CASES}, sys.stdout)
