@@ -110,13 +110,14 @@ def first_rows(batch: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
 
 def state_figure(curves: dict[str, tuple[Tensor, Tensor]], title: str, length: int) -> Figure:
     """‖S_t‖_F over t, one line a layer: layer -> (positions [P], norms [P])."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(4.2, 3.0), dpi=150, layout="constrained")  # fits TensorBoard's card, text readable there
     axes = figure.subplots()
     for index, (layer, (places, norms)) in enumerate(curves.items()):
         axes.plot(places, norms, label=layer, color=COLOURS[index % len(COLOURS)], linewidth=1.8,
                   linestyle=("-", "--", ":", "-.")[index // len(COLOURS) % 4],
-                  marker="o" if len(places) <= 64 else None, markersize=4)  # fmt: skip
-    axes.set(xlabel="token t", ylabel="state norm  ‖S_t‖_F", title=title, xlim=(0, length), ylim=(0, None))
+                  marker="o" if len(places) <= 64 else None, markersize=3)  # fmt: skip
+    axes.set(xlabel="token t", ylabel="state norm  ‖S_t‖_F", xlim=(0, length), ylim=(0, None))
+    axes.set_title(title, fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(ncols=1 + len(curves) // 9, fontsize="small", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
