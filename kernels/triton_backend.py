@@ -1,4 +1,4 @@
-"""The Triton backend: one registered forward and one backward operator around the kernels, and the operator's `Call`."""
+"""The Triton backend: a registered forward and a backward operator around the kernels, and the way to them from a Call."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -37,18 +37,16 @@ def unsupported(call) -> str | None:
 def run(call, precision: str | None = None) -> Output:
     """Run a validated `arguments.Call`.
 
-    precision: of matmul inputs, "bf16", "tf32", "tf32x3" or "ieee"; None: bf16 for bfloat16 input, tf32 for float16, and
-    for float32 what `torch.get_float32_matmul_precision()` says ("highest": tf32x3, else tf32).
+    precision: of matmul inputs, "bf16", "tf32", "tf32x3" or "ieee"; None: bf16 for bfloat16 input, tf32 for float16,
+    and for float32 what `torch.get_float32_matmul_precision()` says ("highest": tf32x3, else tf32).
     Raises ValueError for head sizes, dtypes and devices these kernels do not take, with the mend.
     """
     reason = unsupported(call)
     if reason is not None:
         raise ValueError(f"backend 'triton' takes {reason}; use backend='chunked', which takes any")
     if precision is None:
-        precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(call.q.dtype)
-    if precision is None:
-        precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    if precision not in PRECISIONS:
+        precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(call.q.dtype, "torch")
+    elif precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; choose one of {', '.join(map(repr, PRECISIONS))}")
     rule, state = call.write_rule, call.initial_state
     rows, n, (dk, dv) = call.q.shape[:2], call.sequences, (call.q.shape[-1], call.v.shape[-1])
@@ -70,7 +68,7 @@ def run(call, precision: str | None = None) -> Output:
     results = forward_op(
         line(call.q), line(call.k), line(call.v), line(call.u), line(None if rule == "linear" else call.beta),
         line(call.g), M0, S0, z0, rows[0], None if call.bounds is None else list(call.bounds), rule, call.erase_key,
-        call.feature_map, call.readout == "normalized", dk ** -0.5 if call.u_scale == "inverse_sqrt_d" else 1.0, precision)
+        call.feature_map, call.readout == "normalized", 1.0 if call.u_scale == "unit" else dk ** -0.5, precision)
     o, M_last, S_last, z_last = results[:4]
     final = diagnostics = None
     if call.output_final_state:
@@ -86,7 +84,10 @@ def run(call, precision: str | None = None) -> Output:
 
 
 def resolve(precision: str, k: Tensor, v: Tensor) -> Precision:
-    """The kernels' precisions for one word."""
+    """The kernels' precisions for one word, one of PRECISIONS or "torch": as PyTorch is set for float32 matmuls. That
+    is asked for here, inside the registered operators, because a compiled graph cannot ask it."""
+    if precision == "torch":
+        precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     small = min(k.shape[-1], v.shape[-1]) < 64
     if INTERPRETED and precision != "bf16":
         precision = "ieee"  # tf32 is not modelled

@@ -1,7 +1,7 @@
 """What the Triton kernels share: the chunk tables of a call, matmul precision, feature maps and unit rows.
 
-Every call, dense or packed, is seen as `rows` sequences on one line of tokens: [B, T, H, D] is read as [B*T, H, D] and a
-table says where each sequence, each stretch and each chunk begins and ends. Kernels walk these tables, so that lengths
+Every call, dense or packed, is seen as sequences on one line of tokens: [B, T, H, D] is read as [B*T, H, D] and a table
+says where each sequence, each stretch and each chunk begins and ends. Kernels walk these tables, so that lengths
 are never part of a compiled kernel.
 """
 
@@ -19,7 +19,7 @@ LEAF = 16  # tokens between two updates of A
 
 @dataclass(frozen=True)
 class Precision:
-    """How a call computes. Sums are always float32 or wider; this is about matmul inputs and what is stored between kernels.
+    """How a call computes. Sums are always float32 or wider: this is about matmul inputs and what is kept.
 
     memory: matmul inputs of the delta rule, "bf16", "tf32", "tf32x3" or "ieee".  solve: of its triangular inverse.
     direction: where A is carried along, "tf32x3" or "ieee".  reading: where it is only applied.
@@ -100,11 +100,23 @@ def dot(a, b, P: tl.constexpr):
 
 
 @triton.jit
+def dot_apart(a, b, P: tl.constexpr):
+    """a @ b; the three parts of tf32x3 side by side, not one after the other, for small tiles that wait on latency."""
+    if P == "tf32x3":
+        a_lead, b_lead = leading_bits(a), leading_bits(b)
+        rest = tl.dot(a - a_lead, b_lead, input_precision="tf32") + tl.dot(a_lead, b - b_lead, input_precision="tf32")
+        return rest + tl.dot(a_lead, b_lead, input_precision="tf32")
+    else:
+        return dot(a, b, P)
+
+
+@triton.jit
 def places(token, end, head, H, D: tl.constexpr, C: tl.constexpr):
-    """Where the rows from `token` on lie in a [tokens, H, D] tensor: the first one's offset (64 bit), the others' [C, D]
-    from there (32 bit: half the registers), and which rows exist, [C, 1]."""
+    """Where the rows from `token` on lie in a [tokens, H, D] tensor: the first one's offset (64 bit), all [C, D] from
+    there (32 bit: half the registers), and which rows exist, [C, 1]."""
     row = tl.arange(0, C)
-    return (token.to(tl.int64) * H + head) * D, (row * (H * D))[:, None] + tl.arange(0, D)[None, :], (row < end - token)[:, None]
+    offsets = (row * (H * D))[:, None] + tl.arange(0, D)[None, :]
+    return (token.to(tl.int64) * H + head) * D, offsets, (row < end - token)[:, None]
 
 
 @triton.jit

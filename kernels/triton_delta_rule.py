@@ -1,4 +1,4 @@
-"""The memory S_t = e^g S + β e wᵀ with e = v − e^g S κ, read at every token: forward, chunk-parallel, in Triton (DESIGN §2).
+"""The memory S_t = e^g S + β e wᵀ with e = v − e^g S κ, read at every token: forward, chunk-parallel (DESIGN §2).
 
 With N = tril(D ⊙ K Wᵀ, −1), D_ts = e^{G_t − G_s}, T = (I + diag(β) N)⁻¹ and H = Sᵀ, a chunk that starts from H₀ writes
 E = diag(β) e = Y − Z H₀ with Y = T diag(β) V and Z = T diag(β e^G) K. Three kernels: `solve` (T, Y, Z of all chunks),
@@ -85,8 +85,8 @@ def unit_lower_inverse(L, C: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def solve_kernel(k, w, v, beta, g, inverse, Y, Z, chunks, H, F: tl.constexpr, UNIT: tl.constexpr, HAS_W: tl.constexpr,
-                 HAS_BETA: tl.constexpr, HAS_G: tl.constexpr, SMALLEST: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-                 C: tl.constexpr, P: tl.constexpr, SOLVE: tl.constexpr):
+                 HAS_BETA: tl.constexpr, HAS_G: tl.constexpr, SMALLEST: tl.constexpr, DK: tl.constexpr,
+                 DV: tl.constexpr, C: tl.constexpr, P: tl.constexpr, SOLVE: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program // H, program % H
     token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
@@ -111,7 +111,7 @@ def carry_kernel(k, w, v, beta, g, Y, Z, states, initial, final, sequences, H, F
                  UNIT: tl.constexpr, HAS_W: tl.constexpr, ERASE: tl.constexpr, HAS_G: tl.constexpr,
                  HAS_INITIAL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                  P: tl.constexpr):
-    """Walks a sequence: keeps H at every chunk's start in `states`, turns Y into E in place. One program a block of DV."""
+    """Walks a sequence: keeps H at every chunk's start in `states`, turns Y into E in place. A program a block of DV."""
     program = tl.program_id(0).to(tl.int64)
     blocks: tl.constexpr = DV // BV
     column = (program % blocks) * BV + tl.arange(0, BV)
@@ -240,7 +240,7 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
         Z = torch.empty(tokens, heads, dk, dtype=precision.store, device=device)
         solve_kernel[grid](keys.k, keys.w, v, beta, g, inverse, E, Z, table.chunks, heads, **key_options, **sizes,
                            HAS_BETA=beta is not None, HAS_G=g is not None, SMALLEST=SMALLEST_BETA, P=precision.memory,
-                           SOLVE=precision.solve, num_warps=nw)
+                           SOLVE=precision.solve, num_warps=nw, maxnreg=128 if nw == 4 else None)
     states = torch.empty(count, heads, dk, dv, dtype=precision.store, device=device)
     final = torch.empty(len(table.sequences), heads, dk, dv, dtype=torch.float32, device=device)
     lines = len(table.sequences) * heads

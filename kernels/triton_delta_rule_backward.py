@@ -1,9 +1,9 @@
 """Gradient of the delta rule in `triton_delta_rule`, chunk-parallel (derivation in the README of this folder).
 
-With P = tril(D ⊙ Q Wᵀ), E = T(diag(β) V − diag(β e^G) K H₀), O = diag(e^G) Q H₀ + P E and H_C = e^{G_C} H₀ + W_eᵀ E where
-W_e = diag(e^{G_C − G}) W, the gradient dE = Pᵀ dO + W_e dH_C and J = Tᵀ dE give dv = β J, dβ = J·E/β and
-dH₀ = e^{G_C} dH_C + (diag(e^G) Q)ᵀ dO − Zᵀ dE. Three kernels: `prepare` (gradient of S q, Pᵀ dO), `carry_back` (dH_C and dE,
-chunk after chunk, from the end), `token_gradients`.
+With P = tril(D ⊙ Q Wᵀ), E = T(diag(β) V − diag(β e^G) K H₀), O = diag(e^G) Q H₀ + P E and H_C = e^{G_C} H₀ + W_eᵀ E
+where W_e = diag(e^{G_C − G}) W, the gradient dE = Pᵀ dO + W_e dH_C and J = Tᵀ dE give dv = β J, dβ = J·E/β and
+dH₀ = e^{G_C} dH_C + (diag(e^G) Q)ᵀ dO − Zᵀ dE. Three kernels: `prepare` (gradient of S q, Pᵀ dO), `carry_back` (dH_C and
+dE, chunk after chunk, from the end), `token_gradients`.
 """
 
 import torch

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_common import (CHUNK, LEAF, Precision, Tables, dot, dot_onto, feature, feature_slope, load, places, scan,
-                                   token_places, unit_rows, unit_rows_gradient)
+from kernels.triton_common import (CHUNK, LEAF, Precision, Tables, dot, dot_apart, dot_onto, feature, feature_slope,
+                                   load, places, scan, token_places, unit_rows, unit_rows_gradient)
 
 
 @triton.jit
@@ -48,10 +48,10 @@ def direction_columns(x, mask, F: tl.constexpr, FROM_KEY: tl.constexpr, WIDE: tl
 
 
 @triton.jit
-def gram_kernel(u, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
-                C: tl.constexpr, WIDE: tl.constexpr):
-    """Σ u uᵀ of a stretch, float64. A vector in multiples of 2⁻¹⁵ is a pair of bfloat16 vectors whose products sum up
-    exactly in float32, so the sum is exactly that of the directions the other kernels use, however many they are."""
+def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl.constexpr, SCALE: tl.constexpr,
+                D: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+    """The directions of a stretch, and their Σ u uᵀ in float64. A vector in multiples of 2⁻¹⁵ is a pair of bfloat16
+    vectors whose products sum up exactly in float32, so the sum is exactly that of the directions, however many."""
     program = tl.program_id(0).to(tl.int64)
     stretch, head = program // H, program % H
     token, end = tl.load(stretches + stretch * 3), tl.load(stretches + stretch * 3 + 1)
@@ -59,8 +59,10 @@ def gram_kernel(u, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl.constexpr, 
     total = tl.zeros([D, D], tl.float64)
     for i in range(0, (end - token + C - 1) // C):
         base, per_token, mask = token_places(token + i * C, end, head, H, C)
-        U = load(u + base * D, per_token[None, :] * D + line[:, None], mask[None, :])
+        columns = per_token[None, :] * D + line[:, None]
+        U = load(u + base * D, columns, mask[None, :])
         U = direction_columns(U, mask[None, :], F, FROM_KEY, WIDE)
+        tl.store(directions + base * D + columns, U * SCALE, mask=mask[None, :])
         if WIDE:
             total += dot_wide(U, tl.trans(U))
         else:
@@ -97,25 +99,33 @@ def inverse_kernel(matrices, inverses, D: tl.constexpr):
 
 @triton.jit
 def leaf_factor(G, N: tl.constexpr):
-    """G = L D Lᵀ, [N, N]: returns L⁻¹ and 1/diag(D)."""
+    """G = L D Lᵀ, [N, N], symmetric: returns L⁻¹ and 1/diag(D). Two columns a step: a step waits on reductions."""
     line = tl.arange(0, N)
     r, c = line[:, None], line[None, :]
     R = tl.where(r == c, 1.0, 0.0)
-    for j in range(0, N - 1):
-        column = tl.sum(tl.where(c == j, G, 0.0), 1)
-        row = tl.sum(tl.where(r == j, G, 0.0), 0)
-        solved = tl.sum(tl.where(r == j, R, 0.0), 0)
-        pivot = tl.sum(tl.where(line == j, column, 0.0), 0)
-        factor = tl.where(line > j, column / pivot, 0.0)
-        G = G - factor[:, None] * row[None, :]
-        R = R - factor[:, None] * solved[None, :]
-    return R, 1.0 / tl.sum(tl.where(r == c, G, 0.0), 1)
+    for i in range(0, N // 2):
+        j = 2 * i
+        first, second = tl.sum(tl.where(c == j, G, 0.0), 1), tl.sum(tl.where(c == j + 1, G, 0.0), 1)
+        row, next_row = tl.sum(tl.where(r == j, G, 0.0), 0), tl.sum(tl.where(r == j + 1, G, 0.0), 0)
+        solved, next_solved = tl.sum(tl.where(r == j, R, 0.0), 0), tl.sum(tl.where(r == j + 1, R, 0.0), 0)
+        pivot = tl.sum(tl.where(line == j, first, 0.0), 0)
+        across = tl.sum(tl.where(line == j + 1, first, 0.0), 0)
+        next_pivot = tl.sum(tl.where(line == j + 1, second, 0.0), 0)
+        inverse = 1 / pivot
+        ratio = across * inverse
+        factor = tl.where(line > j, first * inverse, 0.0)
+        next_factor = tl.where(line > j + 1, (second - factor * across) / (next_pivot - ratio * across), 0.0)
+        next_row -= ratio * row
+        next_solved -= ratio * solved
+        G = G - factor[:, None] * row[None, :] - next_factor[:, None] * next_row[None, :]
+        R = R - factor[:, None] * solved[None, :] - next_factor[:, None] * next_solved[None, :]
+    return R, 1 / tl.sum(tl.where(r == c, G, 0.0), 1)
 
 
 @triton.jit
-def factor_kernel(u, inverses, starts, factors, out, norms, stretches, H, F: tl.constexpr, FROM_KEY: tl.constexpr,
-                  SCALE: tl.constexpr, SAME: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-                  N: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr):
+def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, H, SCALE: tl.constexpr,
+                  SAME: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+                  WIDE: tl.constexpr, P: tl.constexpr):
     """Walks a stretch: A at every chunk's start to `starts`, W to `factors`; SAME: also the map of u itself.
 
     Tokens are columns here: [D, N] tiles keep all warps busy where [N, D] ones would not. The next leaf is loaded
@@ -130,24 +140,21 @@ def factor_kernel(u, inverses, starts, factors, out, norms, stretches, H, F: tl.
     A = tl.load(inverses + program * D * D + square)
     base, per_token, mask = token_places(token, end, head, H, N)
     columns = per_token[None, :] * D + line[:, None]
-    ahead = tl.load(u + base * D + columns, mask=mask[None, :], other=0)
+    ahead = tl.load(directions + base * D + columns, mask=mask[None, :], other=0)
     for i in range(0, (end - token + C - 1) // C):
         tl.store(starts + ((chunk + i).to(tl.int64) * H + head) * (D * D) + square, A)
         for j in range(0, C // N):
-            U = direction_columns(ahead.to(tl.float32), mask[None, :], F, FROM_KEY, WIDE)
-            base_now, mask_now = base, mask
+            U, base_now, mask_now = ahead, base, mask
             base, _, mask = token_places(token + i * C + (j + 1) * N, end, head, H, N)
-            ahead = tl.load(u + base * D + columns, mask=mask[None, :], other=0)
+            ahead = tl.load(directions + base * D + columns, mask=mask[None, :], other=0)
             if WIDE:
-                U = U * SCALE
                 AU = dot_wide(A, U).to(tl.float32)
                 U = U.to(tl.float32)
             else:
-                U = U * SCALE
                 AU = dot(A, U, P)
-            identity = tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
-            R, pivots = leaf_factor(dot_onto(identity, tl.trans(U), AU, P), N)
-            Y = dot(AU, tl.trans(R), P)
+            gram = dot_apart(tl.trans(U), AU, P) + tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
+            R, pivots = leaf_factor(gram, N)
+            Y = dot_apart(AU, tl.trans(R), P)
             W = Y * tl.sqrt(pivots)[None, :]
             tl.store(factors + base_now * D + columns, W, mask=mask_now[None, :])
             if SAME:
@@ -240,7 +247,7 @@ def direction_gradient_kernel(u, k, w, norms, b, later, du, dk, chunks, H, F: tl
                               C: tl.constexpr, P: tl.constexpr):
     """du_s = −Σ_{t>=s} b_t (a_t·u_s) + a_t (b_t·u_s) of a chunk, and b as the key's gradient, down to the raw inputs.
 
-    later [D, D]: Σ b aᵀ + a bᵀ of the chunks that follow. Adds to dk the key's part of b and, where u is the key, of du.
+    later [D, D]: Σ b aᵀ + a bᵀ of the chunks that follow. Adds to dk the key's part of b, and of du where u is the key.
     """
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program // H, program % H
@@ -282,20 +289,21 @@ def stretch_tokens(tokens: int, heads: int) -> int:
 
 def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, feature_map: str, scale: float, raw: bool,
                 unit: bool, precision: Precision):
-    """w = A_t x_t [tokens, H, D] in precision.store (with `unit` its direction), its lengths [tokens, H] float32 or None,
-    A at the chunks' starts [NC, H, D, D] (float32, wide: float64), the factors W [tokens, H, D] float32, and M after the
-    last token [N, H, D, D] float64.
+    """w = A_t x_t [tokens, H, D] in precision.store (with `unit` its direction), its lengths [tokens, H] float32 or
+    None, A at the chunks' starts [NC, H, D, D] (float32, wide: float64), the factors W [tokens, H, D] float32, and M
+    after the last token [N, H, D, D] float64.
 
     k, u [tokens, H, D] raw (u None: the unit key); x = k̂, or φ(k) where raw; M0 [N, H, D, D] float64.
     """
     tokens, heads, d = k.shape
-    direction, from_key, device = k if u is None else u, u is None, k.device
+    from_key, device = u is None, k.device
     same = from_key and not raw
-    options = dict(F=feature_map, FROM_KEY=from_key, SCALE=scale, D=d, WIDE=precision.wide)
+    options = dict(SCALE=scale, D=d, WIDE=precision.wide)
     grid = (len(table.stretches) * heads,)
     matrices = torch.empty(len(table.stretches), heads, d, d, dtype=torch.float64, device=device)
-    gram_kernel[grid](direction, matrices, table.stretches, heads, **options, C=64 if d < 128 else 32,
-                      num_warps=4 if d < 128 else 8)
+    directions = torch.empty(tokens, heads, d, dtype=torch.float64 if precision.wide else torch.float32, device=device)
+    gram_kernel[grid](k if from_key else u, directions, matrices, table.stretches, heads, **options, F=feature_map,
+                      FROM_KEY=from_key, C=64 if d < 128 else 32, num_warps=4 if d < 128 else 8)
     M_last = scan(matrices, table, 2, M0)
     inverses = matrices if precision.wide else torch.empty_like(matrices, dtype=torch.float32)
     inverse_kernel[grid](matrices, inverses, D=d, num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
@@ -303,13 +311,13 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
     factors = torch.empty(tokens, heads, d, dtype=torch.float32, device=device)
     out = torch.empty(tokens, heads, d, dtype=precision.store, device=device)
     norms = torch.empty(tokens, heads, dtype=torch.float32, device=device) if unit else None
-    factor_kernel[grid](direction, inverses, starts, factors, out, norms, table.stretches, heads, **options, SAME=same,
+    factor_kernel[grid](directions, inverses, starts, factors, out, norms, table.stretches, heads, **options, SAME=same,
                         UNIT=unit, C=CHUNK, N=LEAF, P=precision.direction, num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
     if not same:
         rows = CHUNK // 2 if precision.wide and d == 128 else CHUNK  # a float64 A of 128 x 128 leaves no more room
         map_kernel[(len(table.chunks) * heads * (CHUNK // rows),)](
-            k, starts, factors, out, norms, table.chunks, heads, F=feature_map, RAW=raw, UNIT=unit, D=d, C=CHUNK, R=rows,
-            WIDE=precision.wide, P=precision.reading, num_warps=4 if d < 128 else 8)
+            k, starts, factors, out, norms, table.chunks, heads, F=feature_map, RAW=raw, UNIT=unit, D=d, C=CHUNK,
+            R=rows, WIDE=precision.wide, P=precision.reading, num_warps=4 if d < 128 else 8)
     return out, norms, starts, factors, M_last
 
 

@@ -1,4 +1,4 @@
-"""Cases for the Triton kernels, compared with the chunked path in float64; run as a script it prints their errors as JSON.
+"""Cases for the Triton kernels, against the chunked path in float64; run as a script it prints their errors as JSON.
 
 The script is for CPUs: Triton's interpreter must be chosen (TRITON_INTERPRET=1) before Triton is first imported, which
 in a test session may have happened already, so `test_triton.py` starts it as a process of its own.
@@ -9,6 +9,9 @@ import sys
 
 import torch
 from kernel_cases import make_inputs, relative_errors, run
+from torch.utils.checkpoint import checkpoint
+
+from kernels import vla
 
 # name: (variant, readout, (B, T, H, Dk, Dv), with_state, cu_seqlens)
 CPU_CASES = {
@@ -46,6 +49,35 @@ def errors(name, cases, dtype=torch.float32, device="cpu"):
     return relative_errors(results, truth)
 
 
+def against_plain(wrap):
+    """Largest differences of output and gradients between the operator and `wrap` of it."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 20, 1, 16, generator=generator, requires_grad=True) for _ in range(4)]
+
+    def plain(*inputs):
+        return vla(*inputs, readout="headwise", backend="triton").o
+
+    o, other = plain(*inputs), wrap(plain)(*inputs)
+    pairs = zip(torch.autograd.grad(o.sum(), inputs), torch.autograd.grad(other.sum(), inputs))
+    return {"o": (o - other).abs().max().item(), "gradients": max((x - y).abs().max().item() for x, y in pairs)}
+
+
+def self_check():
+    """The check that precedes automatic use."""
+    from kernels.arguments import check
+    from kernels.triton_check import check_error
+
+    q = torch.randn(1, 2, 1, 16)
+    return check_error(check(q, q, q, q, penalty=0.1, beta=q[..., 0], g=-q[..., 0].abs(), write_rule="unit",
+                             erase_key="unit", feature_map="elu1", readout="headwise", u_scale="unit", refresh=None,
+                             initial_state=None, output_final_state=False, cu_seqlens=None, chunk_size=64,
+                             diagnostics=False))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    json.dump({name: errors(name, CPU_CASES) for name in CPU_CASES}, sys.stdout)
+    found = {name: errors(name, CPU_CASES) for name in CPU_CASES}
+    found["compiled"] = against_plain(lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))
+    found["checkpointed"] = against_plain(lambda f: lambda *inputs: checkpoint(f, *inputs, use_reentrant=False))
+    found["self-check"] = {"error": self_check()}
+    json.dump(found, sys.stdout)

@@ -1,0 +1,137 @@
+"""The Triton kernels: in Triton's interpreter on any machine, and on a GPU (marker `gpu`) for what only a GPU shows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import VARIANTS, make_inputs
+from triton_cases import CPU_CASES, errors
+
+from kernels import vla
+
+HERE = Path(__file__).parent
+
+# name: (variant, readout, (B, T, H, Dk, Dv), with_state, cu_seqlens)
+GPU_CASES = {f"{variant}, {readout}": (variant, readout, (2, 203, 3, 64, 64), False, None)
+             for variant in VARIANTS for readout in ("normalized", "headwise")}
+GPU_CASES |= {
+    f"sizes {dk} and {dv}": ("unit", "headwise", (2, 130, 2, dk, dv), True, None)
+    for dk, dv in ((16, 16), (16, 64), (32, 32), (32, 128), (64, 16), (64, 128), (128, 32), (128, 128))}
+GPU_CASES |= {
+    "packed": ("unit", "headwise", (1, 1400, 2, 64, 64), True, (0, 1, 65, 200, 263, 1300, 1400)),
+    "packed, normalized": ("gain-key", "normalized", (1, 1400, 2, 64, 64), True, (0, 1, 65, 200, 263, 1300, 1400)),
+    "many stretches": ("unit", "headwise", (1, 2500, 1, 64, 64), False, None),
+}
+# Float32 through tf32x3, float16 through tf32, bfloat16: the largest error of any output, state or gradient.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """Errors of all CPU cases, from a process that had TRITON_INTERPRET=1 before Triton was imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+                                "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])}
+    done = subprocess.run([sys.executable, "-W", "ignore", HERE / "triton_cases.py"], env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CPU_CASES)
+def test_equals_the_chunked_path_in_the_interpreter(interpreted, name):
+    assert {key: error for key, error in interpreted[name].items() if not error < 1e-4} == {}
+
+
+def test_compiled_checkpointed_and_self_checked_in_the_interpreter(interpreted):
+    assert interpreted["compiled"] == {"o": 0, "gradients": 0}  # fullgraph=True, the same to the bit
+    assert interpreted["checkpointed"] == {"o": 0, "gradients": 0}
+    assert interpreted["self-check"]["error"] < 1e-4
+
+
+def test_what_the_kernels_do_not_take_is_said():
+    q = torch.randn(1, 3, 1, 16)
+    with pytest.raises(ValueError, match="CUDA tensors only, not cpu ones.*backend='chunked'"):
+        vla(q, q, q, backend="triton")
+    with pytest.raises(ValueError, match="head sizes 16, 32, 64, 128 only, not 16 .keys. and 24 .values."):
+        vla(q, q, torch.randn(1, 3, 1, 24), backend="triton")
+    with pytest.raises(ValueError, match="not float64"):
+        vla(q.double(), q.double(), q.double(), backend="triton")
+
+
+def test_without_triton_the_rest_works():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from kernels import vla
+q = torch.randn(1, 3, 1, 16)
+vla(q, q, q)
+try:
+    vla(q, q, q, backend="triton")
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[1], capture_output=True, text=True)
+    assert "needs the package triton, which is not installed" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_equals_the_chunked_path(name, dtype):
+    found = errors(name, GPU_CASES, dtype, "cuda")
+    assert {key: error for key, error in found.items() if not error < BOUNDS[dtype]} == {}
+
+
+@pytest.mark.gpu
+def test_same_bits_on_memory_poisoned_with_nan():
+    leaves, options = make_inputs("unit", "normalized", 2, 203, 3, 64, 64)
+    leaves = {key: None if x is None else x.to("cuda", torch.bfloat16) for key, x in leaves.items()}
+
+    def once():
+        tensors = {key: leaves[key].detach().clone().requires_grad_() for key in ("q", "k", "v", "u", "beta")}
+        o = vla(**tensors, backend="triton", **options).o
+        return [o.detach(), *torch.autograd.grad(o.float().square().sum(), list(tensors.values()))]
+
+    first = once()
+    poison = [torch.full((2**26,), float("nan"), device="cuda") for _ in range(8)]  # 2 GB for the allocator to reuse
+    del poison
+    for x, y in zip(once(), first):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+def test_non_contiguous_input():
+    x = torch.randn(2, 5, 100, 4, 64, device="cuda")  # [B, 4 kinds, T, H, D] seen as [B, T, H, D] of odd strides
+    q, k, v, u = x[:, 1:].unbind(1)
+    o = vla(q, k, v, u, backend="triton").o
+    assert torch.equal(o, vla(*(y.contiguous() for y in (q, k, v, u)), backend="triton").o)
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31():
+    """Takes about 26 GB of GPU memory."""
+    tokens, heads = 2**20 + 100, 32
+    q, k, v = (torch.randn(1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    bounds = torch.tensor([0, tokens - 300, tokens])
+    with torch.no_grad():
+        whole = vla(q, k, v, write_rule="linear", readout="headwise", cu_seqlens=bounds, backend="triton").o[:, -300:]
+        alone = vla(*(x[:, -300:] for x in (q, k, v)), write_rule="linear", readout="headwise", backend="triton").o
+    assert (whole.float() - alone.float()).norm() < 1e-2 * alone.float().norm()
+
+
+@pytest.mark.gpu
+def test_compiles_to_one_graph():
+    q, k, v, u = (torch.randn(2, 130, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+
+    def f(*inputs):
+        return vla(*inputs, readout="headwise", backend="triton").o
+
+    compiled = torch.compile(f, fullgraph=True)
+    plain = torch.autograd.grad(f(q, k, v, u).float().sum(), (q, k, v, u))
+    for x, y in zip(torch.autograd.grad(compiled(q, k, v, u).float().sum(), (q, k, v, u)), plain):
+        assert torch.equal(x, y)
