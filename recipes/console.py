@@ -8,9 +8,11 @@ from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 # Notices of libraries about their own affairs, which a person who trains can do nothing about.
 _NOTICES = ("litlogger", "`weights_only` was not set", "isinstance(treespec, LeafSpec)", "does not have many workers",
-            "torch.jit.script", "TPU available", "JsonargparseDeprecationWarning")
+            "torch.jit.script", "TPU available", "It is recommended to use `self.log(", "smaller than the logging interval")
 
 
 @contextmanager
@@ -18,7 +20,7 @@ def bad_input() -> Iterator[None]:
     """Around a recipe's set-up, before any work: input that cannot be used ends the process with its message, exit code 2."""
     try:
         yield
-    except (ArgumentError, ValueError, OSError) as error:
+    except (ArgumentError, MisconfigurationException, ValueError, OSError) as error:
         print(f"error: {plain(str(error))}", file=sys.stderr)
         sys.exit(2)
 
@@ -57,4 +59,4 @@ def quiet_notices() -> None:
                  "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(wanted)
     for notice in _NOTICES:
-        warnings.filterwarnings("ignore", message=f".*{notice}".replace("(", r"\(").replace(")", r"\)"))
+        warnings.filterwarnings("ignore", message=f"(?s).*{re.escape(notice)}")

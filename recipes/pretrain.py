@@ -23,6 +23,7 @@ from recipes.console import bad_input, quiet_notices, stopped_by
 from vla_lm.checkpoints import check_compatible, checkpoint_step
 from vla_lm.module import LanguageModel
 from vla_lm.optimization import schedule
+from vla_lm.strategy import check_accelerator
 
 DEFAULT_CONFIG = "configs/mqar.yaml"
 
@@ -77,6 +78,7 @@ def main(argv: list[str] | None = None) -> None:
                           parser_kwargs={"exit_on_error": False, "prog": "python -m recipes.pretrain"},
                           args=arguments(sys.argv[1:] if argv is None else argv))
         trainer, model, data = cli.trainer, cli.model, cli.datamodule
+        check_accelerator(trainer)
         schedule(model.optimizer_config, trainer.max_steps)
         if trainer.is_global_zero:
             data.prepare_data()

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from torch import Tensor
 
 OWNED = {
@@ -13,6 +15,15 @@ OWNED = {
     "fp16": "set trainer.precision",
     "bf16": "set trainer.precision",
 }
+
+
+def check_accelerator(trainer: Trainer) -> None:
+    """ValueError where the trainer has a DeepSpeed strategy and no CUDA device, which Lightning finds only in `fit`."""
+    if isinstance(trainer.strategy, DeepSpeedStrategy) and not isinstance(trainer.accelerator, CUDAAccelerator):
+        raise ValueError(
+            f"trainer.strategy {type(trainer.strategy).__name__} (DeepSpeed) needs CUDA devices, the accelerator here is "
+            f"{type(trainer.accelerator).__name__}: use trainer.strategy ddp (several processes) or auto (one)"
+        )
 
 
 class ShardedStrategy(DeepSpeedStrategy):
@@ -80,3 +91,8 @@ def _merged(*configs: dict[str, Any]) -> dict[str, Any]:
             both = isinstance(value, dict) and isinstance(out.get(name), dict)
             out[name] = _merged(out[name], value) if both else value
     return out
+
+
+# So that a configuration or a command line can say trainer.strategy: zero3.
+for _stage in (1, 2, 3):
+    StrategyRegistry.register(f"zero{_stage}", ShardedStrategy, f"DeepSpeed ZeRO stage {_stage}", override=True, stage=_stage)

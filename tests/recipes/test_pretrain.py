@@ -12,7 +12,7 @@ from recipes import evaluate, pretrain
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--model.config.d_model", "16", "--data.n_pairs", "2", "--data.val_n_pairs", "[2]", "--data.val_rows", "16",
-        "--data.global_batch_tokens", "56", "--trainer.max_steps", "6", "--trainer.val_check_interval", "3",
+        "--data.length", "16", "--data.val_lengths", "[16]", "--data.global_batch_tokens", "128", "--trainer.max_steps", "6", "--trainer.val_check_interval", "3",
         "--trainer.log_every_n_steps", "1", "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "2",
         "--checkpoint.every_n_train_steps", "3", "--state_norms.every_n_steps", "2"]
 
@@ -40,7 +40,7 @@ def test_a_run_leaves_its_folder(run: Path) -> None:
     assert newest_complete(run).name == "step=000006.ckpt"
     lines = read_metrics(run / "metrics.jsonl")
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert [line["step"] for line in lines if "val/pairs2_len7/exact_match" in line] == [3, 6]
+    assert [line["step"] for line in lines if "val/pairs2_len16/exact_match" in line] == [3, 6]
     events = EventAccumulator(str(run), size_guidance={"images": 0}).Reload()
     assert {"train/loss", "gradient_norm/layers.0", "throughput/tokens_per_second"} <= set(events.Tags()["scalars"])
     assert events.Tags()["images"], "the figure of the state norms"
@@ -96,6 +96,8 @@ BAD = {
     "pairs for the vocabulary": (["--data.n_pairs", "40", "--data.vocab_size", "32"], "n_pairs 40 does not fit vocab_size 32"),
     "batch": (["--data.global_batch_tokens", "57"], "global_batch_tokens 57 is not a whole number of rows"),
     "warm-up": (["--model.optimizer.warmup_steps", "9"], "warmup_steps 9 leaves nothing of trainer.max_steps 6"),
+    "sharding without a GPU": (["--trainer.strategy", "zero3"], "needs CUDA devices"),
+    "no steps": (["--trainer.max_steps", "-1"], "trainer.max_steps"),
     "unknown key": (["--model.config.d_modle", "32"], "d_modle"),
     "no configuration": (["--config", "configs/none.yaml"], "configs/none.yaml"),
     "no run": (["--resume", "runs/none"], "--resume runs/none: no such file or folder"),

@@ -16,7 +16,8 @@ from callbacks import newest_complete, read_metrics
 ROOT = Path(__file__).parents[2]
 STEPS = 24
 MQAR = ["--config", "configs/mqar.yaml", "--model.config.d_model", "16", "--data.n_pairs", "2", "--data.val_n_pairs", "[2]",
-        "--data.val_rows", "16", "--data.global_batch_tokens", "112", "--data.micro_batch_rows", "8"]
+        "--data.length", "16", "--data.val_lengths", "[16]", "--data.val_rows", "16", "--data.global_batch_tokens", "256",
+        "--data.micro_batch_rows", "8"]
 DOCUMENTS = ["--config", "configs/longdoc-tiny.yaml", "--model.config.d_model", "16", "--data.vocab_size", "300",
              "--data.row_tokens", "32", "--data.global_batch_tokens", "128", "--data.micro_batch_rows", "2",
              "--data.val_rows", "4", "--data.carry_state", "true"]
