@@ -1,4 +1,4 @@
-"""The Triton backend: a registered forward and a backward operator around the kernels, and the way to them from a Call."""
+"""The Triton backend: a registered forward and a backward operator around the kernels, and the way to them."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,6 +19,7 @@ from kernels.write_direction import checked_inverse, spd_inverse
 HEAD_SIZES = (16, 32, 64, 128)
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run in Python on the CPU
 PRECISIONS = ("bf16", "tf32", "tf32x3", "ieee")
+LONG = 8192  # tokens
 NAMES = ("w", "norms", "starts", "factors", "inverse", "Z", "E", "states", "z", "scales")  # kept for the backward pass
 
 
@@ -49,11 +50,10 @@ def run(call, precision: str | None = None) -> Output:
     elif precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; choose one of {', '.join(map(repr, PRECISIONS))}")
     rule, state = call.write_rule, call.initial_state
-    rows, n, (dk, dv) = call.q.shape[:2], call.sequences, (call.q.shape[-1], call.v.shape[-1])
-    heads = call.q.shape[2]
+    (batch, tokens, heads, dk), n = call.q.shape, call.sequences
 
     def line(x):
-        return None if x is None else x.reshape(rows[0] * rows[1], *x.shape[2:]).contiguous()
+        return None if x is None else x.reshape(batch * tokens, *x.shape[2:]).contiguous()
 
     M0 = None
     if rule in PENALTY_RULES:
@@ -67,7 +67,7 @@ def run(call, precision: str | None = None) -> Output:
         z0 = None if state.z is None else state.z.float().contiguous()
     results = forward_op(
         line(call.q), line(call.k), line(call.v), line(call.u), line(None if rule == "linear" else call.beta),
-        line(call.g), M0, S0, z0, rows[0], None if call.bounds is None else list(call.bounds), rule, call.erase_key,
+        line(call.g), M0, S0, z0, batch, None if call.bounds is None else list(call.bounds), rule, call.erase_key,
         call.feature_map, call.readout == "normalized", 1.0 if call.u_scale == "unit" else dk ** -0.5, precision)
     o, M_last, S_last, z_last = results[:4]
     final = diagnostics = None
@@ -101,6 +101,15 @@ def resolve(precision: str, k: Tensor, v: Tensor) -> Precision:
     return Precision(precision, precision, precision, precision, True, torch.float32)
 
 
+def _forward_precision(precision: str, k: Tensor, v: Tensor, u, M0, S0, rows: int, bounds, erase_key: str):
+    """`resolve`, and float64 for A where a key is its own direction and the past is long: what is left of the key, 1/T of
+    it, would drown in the rounding of A's largest entries, 1/λ0."""
+    p = resolve(precision, k, v)
+    longest = k.shape[0] // rows if bounds is None else max(b - a for a, b in zip(bounds, bounds[1:]))
+    own = M0 is not None and u is None and erase_key == "unit"
+    return replace(p, wide=True) if own and (S0 is not None or longest > LONG) else p
+
+
 def _plan(k: Tensor, w, rule: str, erase_key: str, feature_map: str, q: Tensor):
     unit = rule != "linear" and erase_key == "unit"
     return delta_rule.Keys(q, k, w, unit, rule != "linear", feature_map)
@@ -125,8 +134,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor |
                rule: str, erase_key: str, feature_map: str, normalized: bool, u_scale: float,
                precision: str) -> list[Tensor]:
     """o, M_last, S_last, z_last and what NAMES lists, on the line of tokens; empty tensors for what a rule has not."""
-    p, table = resolve(precision, k, v), _tables(k, rows, bounds)
-    empty = q.new_empty(0)
+    p, table = _forward_precision(precision, k, v, u, M0, S0, rows, bounds, erase_key), _tables(k, rows, bounds)
     w = norms = starts = factors = M_last = None
     with _on(q):
         if M0 is not None:
@@ -144,7 +152,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor |
 @forward_op.register_fake
 def _(q, k, v, u, beta, g, M0, S0, z0, rows, bounds, rule, erase_key, feature_map, normalized, u_scale, precision):
     tokens, heads, dk = k.shape
-    dv, p = v.shape[-1], resolve(precision, k, v)
+    dv, p = v.shape[-1], _forward_precision(precision, k, v, u, M0, S0, rows, bounds, erase_key)
     if bounds is None:
         n, chunks = rows, rows * ((tokens // rows + CHUNK - 1) // CHUNK)
     else:

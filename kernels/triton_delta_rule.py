@@ -111,7 +111,7 @@ def carry_kernel(k, w, v, beta, g, Y, Z, states, initial, final, sequences, H, F
                  UNIT: tl.constexpr, HAS_W: tl.constexpr, ERASE: tl.constexpr, HAS_G: tl.constexpr,
                  HAS_INITIAL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                  P: tl.constexpr):
-    """Walks a sequence: keeps H at every chunk's start in `states`, turns Y into E in place. A program a block of DV."""
+    """Walks a sequence: H at every chunk's start to `states`, Y into E in place. A program takes BV columns of DV."""
     program = tl.program_id(0).to(tl.int64)
     blocks: tl.constexpr = DV // BV
     column = (program % blocks) * BV + tl.arange(0, BV)

@@ -2,8 +2,8 @@
 
 With P = tril(D ⊙ Q Wᵀ), E = T(diag(β) V − diag(β e^G) K H₀), O = diag(e^G) Q H₀ + P E and H_C = e^{G_C} H₀ + W_eᵀ E
 where W_e = diag(e^{G_C − G}) W, the gradient dE = Pᵀ dO + W_e dH_C and J = Tᵀ dE give dv = β J, dβ = J·E/β and
-dH₀ = e^{G_C} dH_C + (diag(e^G) Q)ᵀ dO − Zᵀ dE. Three kernels: `prepare` (gradient of S q, Pᵀ dO), `carry_back` (dH_C and
-dE, chunk after chunk, from the end), `token_gradients`.
+dH₀ = e^{G_C} dH_C + (diag(e^G) Q)ᵀ dO − Zᵀ dE. Three kernels: `prepare` (gradient of S q, Pᵀ dO), `carry_back`
+(dH_C and dE, chunk after chunk, from the end), `token_gradients`.
 """
 
 import torch
@@ -29,9 +29,9 @@ def prepare_kernel(q, k, w, o, do, scales, g, dread, dE, slopes, query_sums, chu
     base, offsets, mask = places(token, end, head, H, DK, C)
     line = tl.arange(0, C)
     base_t, per_token, mask_t = token_places(token, end, head, H, C)
-    O, dO = load(o + base_v, values, mask_v), load(do + base_v, values, mask_v)
+    out, dO = load(o + base_v, values, mask_v), load(do + base_v, values, mask_v)
     scale = tl.load(scales + base_t + per_token, mask=mask_t, other=0)
-    along = tl.sum(O * dO, 1)
+    along = tl.sum(out * dO, 1)
     Q = feature(load(q + base, offsets, mask), mask, F)
     if NORMALIZED:
         slope = tl.where(scale > 0, -along * scale, 0.0)
@@ -39,7 +39,7 @@ def prepare_kernel(q, k, w, o, do, scales, g, dread, dE, slopes, query_sums, chu
         tl.store(slopes + base_t + per_token, slope, mask=mask_t)
         tl.store(query_sums + program * DK + tl.arange(0, DK), tl.sum(Q * slope[:, None], 0))
     else:
-        dO = (dO - O * (along / DV)[:, None]) * scale[:, None]
+        dO = (dO - out * (along / DV)[:, None]) * scale[:, None]
     tl.store(dread + base_v + values, dO.to(dread.dtype.element_ty), mask=mask_v)
     W = load(w + base, offsets, mask) if HAS_W else load_key(k + base, offsets, mask, F, UNIT)
     G, _ = load_decay(g, token, end, head, H, C, HAS_G)
