@@ -240,7 +240,8 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
         Z = torch.empty(tokens, heads, dk, dtype=precision.store, device=device)
         solve_kernel[grid](keys.k, keys.w, v, beta, g, inverse, E, Z, table.chunks, heads, **key_options, **sizes,
                            HAS_BETA=beta is not None, HAS_G=g is not None, SMALLEST=SMALLEST_BETA, P=precision.memory,
-                           SOLVE=precision.solve, num_warps=nw, maxnreg=128 if nw == 4 else None)
+                           SOLVE=precision.solve, num_warps=nw,
+                           maxnreg=128 if nw == 4 and precision.memory == "bf16" else None)
     states = torch.empty(count, heads, dk, dv, dtype=precision.store, device=device)
     final = torch.empty(len(table.sequences), heads, dk, dv, dtype=torch.float32, device=device)
     lines = len(table.sequences) * heads
