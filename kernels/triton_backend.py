@@ -102,8 +102,8 @@ def resolve(precision: str, k: Tensor, v: Tensor) -> Precision:
 
 
 def _forward_precision(precision: str, k: Tensor, v: Tensor, u, M0, S0, rows: int, bounds, erase_key: str):
-    """`resolve`, and float64 for A where a key is its own direction and the past is long: what is left of the key, 1/T of
-    it, would drown in the rounding of A's largest entries, 1/λ0."""
+    """`resolve`, and float64 for A where a key is its own direction and the past is long: what is left of the key, 1/T
+    of it, would drown in the rounding of A's largest entries, 1/λ0."""
     p = resolve(precision, k, v)
     longest = k.shape[0] // rows if bounds is None else max(b - a for a, b in zip(bounds, bounds[1:]))
     own = M0 is not None and u is None and erase_key == "unit"

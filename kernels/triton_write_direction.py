@@ -304,7 +304,7 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
     directions = torch.empty(tokens, heads, d, dtype=torch.float64 if precision.wide else torch.float32, device=device)
     raw_directions = k if from_key else u
     if precision.wide:
-        raw_directions = raw_directions.float()  # Triton 3.6 does not compile float64 matmuls of what it loads as bfloat16
+        raw_directions = raw_directions.float()  # Triton 3.6 compiles no float64 matmul of what it loads as bfloat16
     gram_kernel[grid](raw_directions, directions, matrices, table.stretches, heads, **options, F=feature_map,
                       FROM_KEY=from_key, C=64 if d < 128 else 32, num_warps=4 if d < 128 else 8)
     M_last = scan(matrices, table, 2, M0)
