@@ -16,8 +16,21 @@ except ImportError:  # no Triton on this platform
         raise ValueError("backend 'triton' needs the package triton, which is not installed here; "
                          "install it (Linux, x86-64), or use backend='chunked'")
 
+try:
+    from kernels.triton_recurrent import run as recurrent
+    from kernels.triton_recurrent import run_step, takes_step
+except ImportError:
+    def recurrent(call) -> Output:
+        raise ValueError("backend 'recurrent' needs the package triton, which is not installed here; "
+                         "install it (Linux, x86-64), or use backend='chunked'")
+
+    run_step = step
+
+    def takes_step(call) -> bool:
+        return False
+
 # A backend is a function from a validated `arguments.Call` to an `Output`.
-BACKENDS = {"reference": reference, "chunked": chunked, "triton": triton}
+BACKENDS = {"reference": reference, "chunked": chunked, "triton": triton, "recurrent": recurrent}
 
 
 def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: float | Tensor = 0.1,
@@ -48,8 +61,9 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
         cu_seqlens: document boundaries [0, …, T], int32 or int64 [N + 1]; B must be 1. State restarts at each.
         chunk_size: tokens worked on at once; changes speed, not the result. Also the spacing of diagnostics.
         diagnostics: return `Diagnostics` as well (costs an eigendecomposition per chunk for rules with A).
-        backend: "auto", "chunked" (PyTorch), "triton" (CUDA; head sizes 16, 32, 64, 128; not float64) or "reference"
-            (the token loop).
+        backend: "auto", "chunked" (PyTorch), "triton" (CUDA; head sizes 16, 32, 64, 128; not float64), "recurrent" (the
+            same limits and no gradient; token by token in one launch, for short stretches) or "reference" (the token
+            loop).
 
     Returns: `Output`; o has the dtype of v, states are float32 (float64 for float64 input).
     Raises: ValueError or TypeError with the value, what was expected and the mend.
@@ -82,7 +96,8 @@ def vla_step(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, state: St
 
     beta, g: [B, 1, H] or [B, H]. state: from `vla`, from the step before, or None to begin.
     Returns an `Output` with o in the shape of v and the new state; its A is float64, because rank-one updates of a
-    float32 A are off by 6e-3 after a million tokens. Errors as in `vla`.
+    float32 A are off by 6e-3 after a million tokens. On CUDA without gradient it is one launch of the recurrent kernel,
+    where that takes the call. Errors as in `vla`.
     """
     squeeze = isinstance(q, Tensor) and q.dim() == 3
     if squeeze:
@@ -93,5 +108,5 @@ def vla_step(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, state: St
     if q.shape[1] != 1:
         raise ValueError(f"vla_step takes one token, q has shape {list(q.shape)}; use vla for {q.shape[1]} tokens")
     with torch.autocast(q.device.type, enabled=False):
-        output = step(call)
+        output = run_step(call) if takes_step(call) else step(call)
     return Output(output.o[:, 0], output.final_state) if squeeze else output
