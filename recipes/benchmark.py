@@ -1,0 +1,99 @@
+"""Measure VLA beside softmax attention and flash-linear-attention's operators, in one run.
+
+    python -m recipes.benchmark                                   # everything, for the machine it runs on
+    python -m recipes.benchmark --shapes 8x4096x16x64 4x4096x16x128 --rows vla sdpa deltanet --sweep --decode
+    python -m recipes.benchmark --out benchmarks/h200.json        # goes on from what the file has
+
+Prints tables; writes the numbers to --out and the latency over T beside it as PNG. What is not installed, or refuses,
+is a row that says why.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.progress import track
+
+from recipes.benchmarks import decode, operators, sweep
+from recipes.benchmarks.contenders import CONTENDERS, pick
+from recipes.benchmarks.measure import Shape, machine
+from recipes.benchmarks.record import Record
+from recipes.console import bad_input
+
+# By device: cuda, cpu.
+DEFAULTS = {
+    "shapes": (["8x4096x16x64", "4x4096x16x128"], ["2x256x2x32"]),
+    "dtype": ("bfloat16", "float32"),
+    "rows": (list(CONTENDERS), ["vla-chunked", "vla-loop", "sdpa", "deltanet"]),
+    "sweep": ([2**i for i in range(8, 18)], [64, 128, 256, 512]),
+    "sweep_rows": (["vla", "vla-recurrent", "sdpa", "deltanet", "linear", "mesanet-30"], ["vla-chunked", "sdpa"]),
+    "tokens": (131_072, 512),
+    "heads": (16, 2),
+    "dim": (64, 32),
+    "decode": ([1_000, 1_000_000], [100, 2_000]),
+    "decode_batch": (8, 1),
+}
+
+
+def parse(argv: list[str] | None) -> Namespace:
+    parser = ArgumentParser(prog="python -m recipes.benchmark", description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="*", help="Shapes BxTxHxD measured side by side; none given: no such table.")
+    parser.add_argument("--rows", nargs="*", help=f"Rows of it, of {', '.join(CONTENDERS)}.")
+    parser.add_argument("--dtype", type=str, help="bfloat16, float16 or float32.")
+    parser.add_argument("--readout", type=str, default="headwise", help="VLA's read-out: headwise or normalized.")
+    parser.add_argument("--sweep", type=int, nargs="*", help="Lengths T of the curve at constant B*T; none given: no curve.")
+    parser.add_argument("--sweep_rows", nargs="*", help="Rows of the curve.")
+    parser.add_argument("--tokens", type=int, help="B*T of the curve.")
+    parser.add_argument("--heads", type=int, help="Heads of the curve and of decoding.")
+    parser.add_argument("--dim", type=int, help="Features of a head, likewise.")
+    parser.add_argument("--decode", type=int, nargs="*", help="Tokens before the one decoded; none given: no decoding.")
+    parser.add_argument("--decode_batch", type=int, help="Rows decoded at once.")
+    parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
+    parser.add_argument("--out", type=str, default=None, help="The record, JSON; null: benchmarks/<card>.json.")
+    args = parser.parse_args(argv)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, values in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, values[args.device != "cuda"])
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args, console = parse(argv), Console(width=None if sys.stdout.isatty() else 150)
+    with bad_input():
+        device = torch.device(args.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: no CUDA device is found here; leave --device out to measure on the CPU")
+        if args.dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"--dtype is {args.dtype!r}; choose bfloat16, float16 or float32")
+        dtype, shapes = getattr(torch, args.dtype), [Shape.parse(text) for text in args.shapes]
+        rows, sweep_rows, host = pick(args.rows), pick(args.sweep_rows), machine(device)
+        out = Path(args.out or f"benchmarks/{host['card'].split(' (')[0].replace(' ', '-').lower()}.json")
+        record = Record(out)
+    report, setting = {"machine": host}, (dtype, device, args.readout, record)
+    for shape in shapes:
+        errors = {row.name: operators.error(row, shape.D, *setting) for row in rows if row.ours}
+        found = [operators.measure(row, shape, *setting) for row in track(rows, str(shape), console=console)]
+        console.print(operators.table(f"{shape} (B, T, H, D), {args.dtype}, {host['card']}", found, errors))
+        report[str(shape)] = {"rows": found, "errors": errors}
+    if args.sweep:
+        found = sweep.run(sweep_rows, args.sweep, args.tokens, args.heads, args.dim, *setting,
+                          lambda lengths: track(lengths, "lengths", console=console))
+        console.print(sweep.table(found, args.tokens))
+        sweep.save_figure(found, args.tokens, f"{host['card']}, {args.dtype}, {args.heads} heads of {args.dim}",
+                          out.with_suffix(".png"))
+        report["sweep"] = {"tokens": args.tokens, "lengths": found, "below_sdpa_from": sweep.crossings(found)}
+    if args.decode:
+        found = [decode.run(past, args.decode_batch, args.heads, args.dim, dtype, device, record)
+                 for past in track(args.decode, "decoding", console=console)]
+        console.print(decode.table(found))
+        report["decode"] = found
+    record.save(report=report)
+    console.print(f"written: {out}" + (f" and {out.with_suffix('.png')}" if args.sweep else ""), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""How a call is measured: the median of its time, and the memory it takes beyond what was there."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+from torch.utils.benchmark import Timer
+
+SLOW = 1.0  # seconds: a call that takes longer is timed once after the warm-up, not repeatedly
+
+
+@dataclass(frozen=True)
+class Shape:
+    """B sequences of T tokens, H heads of D features."""
+
+    B: int
+    T: int
+    H: int
+    D: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """From "BxTxHxD", for example 8x4096x16x64. Raises ValueError."""
+        try:
+            sizes = [int(part) for part in text.split("x")]
+            assert len(sizes) == 4 and min(sizes) > 0
+        except (ValueError, AssertionError):
+            raise ValueError(f"shape {text!r} is not of the form BxTxHxD, for example 8x4096x16x64") from None
+        return cls(*sizes)
+
+    def __str__(self) -> str:
+        return f"{self.B}x{self.T}x{self.H}x{self.D}"
+
+
+def median_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Median milliseconds of `call` after warm-up: CUDA events with a cold L2 cache on a GPU, the host's clock elsewhere."""
+    call()  # compiles and tunes
+    if device.type != "cuda":
+        return Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize(device)
+    if start.elapsed_time(end) > SLOW * 1e3:
+        return start.elapsed_time(end)
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=25, rep=150, return_mode="median")
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes that `call` takes at its peak beyond what is allocated before it; None where that is not counted."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def machine(device: torch.device) -> dict:
+    """What a number depends on besides code and shape."""
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+    for package in ("triton", "flash-linear-attention"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
+    return {"card": card, "versions": versions}
+
+
+def reason(error: Exception) -> str:
+    """An error's first line, as the reason of a row without numbers."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
