@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from callbacks.checkpoint_files import newest_complete
-from callbacks.gradients import at_step_boundary, layer_of, owned_gradients
+from callbacks.gradients import at_step_boundary, layer_of, norm_dtype, owned_gradients
 
 
 class NonFiniteError(RuntimeError):
@@ -47,7 +47,7 @@ class FiniteGuard(Callback):
         verdict = bad_loss.to(pl_module.device, torch.float32)
         if gradients:
             # A norm is finite exactly when every entry is finite and their squares do not overflow float32.
-            norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
+            norms = torch._foreach_norm(list(gradients.values()), 2, dtype=norm_dtype(gradients))
             total = torch.stack([norm.to(pl_module.device) for norm in norms])
             verdict = verdict + (~torch.isfinite(total)).sum()
         verdict = trainer.strategy.reduce(verdict, reduce_op="sum")
@@ -80,9 +80,9 @@ class FiniteGuard(Callback):
         good = newest_complete(folder) if folder else None
         raise NonFiniteError(
             f"Stopped at optimizer step {step} before the update: {' and '.join(parts)}. The weights are unchanged. "
-            + (f"Last good checkpoint: {good}. " if good else "No checkpoint had been saved yet. ")
-            + "Resume from it with a lower learning rate, more warm-up or a smaller gradient_clip_val, or look at "
-            "the batch of this step.",
+            + (f"Last good checkpoint: {good}. Resume from it with a smaller trainer.gradient_clip_val, or start"
+               if good else "No checkpoint had been saved yet. Start")
+            + " a new run with a lower learning rate or more warm-up, or look at the batch of this step.",
             step,
             layer,
         )

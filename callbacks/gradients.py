@@ -55,6 +55,11 @@ def owned_gradients(module: LightningModule) -> tuple[dict[str, Tensor], bool]:
     return gradients, sharded
 
 
+def norm_dtype(gradients: dict[str, Tensor]) -> torch.dtype:
+    """What norms are computed in: float32, or float64 where a gradient is of that type."""
+    return torch.float64 if any(g.dtype == torch.float64 for g in gradients.values()) else torch.float32
+
+
 def layer_squares(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
     """Squared gradient norm of each layer over all ranks: layer name -> float32 scalar, without a host sync.
 
@@ -64,9 +69,9 @@ def layer_squares(trainer: Trainer, module: LightningModule) -> dict[str, Tensor
     layers = list(dict.fromkeys(layer_of(name) for name, p in module.named_parameters() if p.requires_grad))
     squares = torch.zeros(len(layers), dtype=torch.float32, device=module.device)
     if gradients:
-        norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
+        norms = torch._foreach_norm(list(gradients.values()), 2, dtype=norm_dtype(gradients))
         owner = _index(tuple(layers.index(layer_of(name)) for name in gradients), module.device)
-        squares.index_add_(0, owner, torch.stack([norm.to(module.device) for norm in norms]).square())
+        squares.index_add_(0, owner, torch.stack([norm.to(module.device) for norm in norms]).square().float())
     if sharded:
         squares = trainer.strategy.reduce(squares, reduce_op="sum")
     return dict(zip(layers, squares.unbind()))

@@ -49,7 +49,11 @@ class StateNorms(Callback):
             with isolate_rng():  # a loader draws its workers' seed from the global generator
                 loaders = trainer.datamodule.val_dataloader()
                 firsts = [next(iter(loader)) for loader in (loaders if isinstance(loaders, list) else [loaders])]
-            self._batch = first_rows(max(firsts, key=lambda batch: batch["tokens"].shape[1]), self.rows)
+            self._active = bool(firsts)
+            if firsts:
+                self._batch = first_rows(max(firsts, key=lambda batch: batch["tokens"].shape[1]), self.rows)
+            else:
+                rank_zero_info("StateNorms is inactive: there is no validation data to measure on.")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         stepped, self._step = trainer.global_step > self._step, trainer.global_step

@@ -64,7 +64,7 @@ class Throughput(Callback):
     """
 
     def __init__(self, peak_flops: float | None = None) -> None:
-        if peak_flops is not None and peak_flops <= 0:
+        if peak_flops is not None and not peak_flops > 0:
             raise ValueError(f"peak_flops {peak_flops} must be above 0: the FLOP/s of one device, such as 989e12.")
         self.peak_flops = peak_flops
         self.latest: dict[str, float] = {}

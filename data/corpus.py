@@ -139,6 +139,8 @@ class Corpus:
                         f"{where}: not valid JSON ({error.msg} at column {error.colno}); .jsonl files hold one JSON "
                         "object a line"
                     ) from None
+                except RecursionError:
+                    raise ValueError(f"{where}: JSON nested too deeply: repair or leave out this line") from None
                 yield Document(self._text(row, where), where)
 
     def _parquet(self, path: Path) -> Iterator[Document]:
@@ -175,6 +177,8 @@ class Corpus:
         from datasets import load_dataset
 
         name = source.removeprefix("hf:")
+        if not name.strip("/ "):
+            raise ValueError(f"{source!r} names no Hugging Face data set: give hf:NAME, such as hf:emozilla/pg19")
         try:
             return load_dataset(name, self.subset, split=self.split, streaming=True)
         except (ValueError, OSError) as error:

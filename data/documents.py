@@ -219,6 +219,14 @@ class DocumentsDataModule(SampledDataModule):
         return self._vocab_size or self.store.vocab_size
 
     @property
+    def longest_sequence(self) -> int:
+        """Most tokens that a state goes over: those of the longest document or, where documents restart, of a row."""
+        longest, held_out = int(np.diff(self.store.offsets).max()), self.store.heldout.any()
+        train = longest if self.carry_state else min(longest, self.row_tokens)
+        # The filler of the last held-out row is a sequence too.
+        return max(train, self.val_row_tokens if held_out else 0)
+
+    @property
     def fingerprint(self) -> str:
         mode = ", state carried" if self.carry_state else ""
         return f"documents {self.store.fingerprint} in rows of {self.row_tokens}{mode}"

@@ -58,7 +58,7 @@ class MQARTask:
             raise ValueError(f"n_pairs must name at least one number of pairs >= 1, got {list(self.n_pairs)}")
         if self.n_queries is not None and self.n_queries < 1:
             raise ValueError(f"n_queries must be at least 1, or null, got {self.n_queries}")
-        if self.power <= 0:
+        if not 0 < self.power < float("inf"):
             raise ValueError(f"power must be positive (0.01 is the benchmark's, 1 uniform), got {self.power}")
         if self.n_values < _HELD_OUT:
             least = 9 if self.format == "paper" else 16
@@ -310,6 +310,7 @@ class MQARDataModule(SampledDataModule):
         self.fingerprint = "mqar " + ", ".join(f"{k} {v}" for k, v in asdict(self.task).items())
         grid = [(n, t) for n in (val_n_pairs or dict.fromkeys(pairs)) for t in (val_lengths or [length])]
         self.val_tasks = [MQARTask(format, vocab_size, (n,), t, n_queries, power, filler) for n, t in grid]
+        self.longest_sequence = max(task.row_tokens for task in (self.task, *self.val_tasks))
         self.val_names = [f"pairs{task.n_pairs[0]}_len{task.row_tokens}" for task in self.val_tasks]
 
     def train_set(self, plan: BatchPlan) -> Dataset:

@@ -39,7 +39,7 @@ class Progress:
 
     def _say(self) -> None:
         self.said = time.monotonic()
-        share = f" ({self.bytes / self.total:.0%})" if self.total else ""
+        share = f" ({min(self.bytes / self.total, 1):.0%})" if self.total else ""
         print(
             f"Tokenised {self.documents:,} documents, {self.bytes / 1e6:.1f} MB{share}, {self.tokens:,} tokens "
             f"in {self.said - self.started:.0f} s",

@@ -128,7 +128,7 @@ class _StatelessLoader(DataLoader):
 class SampledDataModule(pl.LightningDataModule):
     """Base of the data modules: batch plan, loaders, and a state that is checked on resume.
 
-    A subclass sets `row_tokens`, `val_names` and `fingerprint` in its constructor or `setup`, and gives
+    A subclass sets `row_tokens`, `val_names`, `longest_sequence` and `fingerprint` in its constructor or `setup`, and gives
     `train_set(plan)` and `val_sets()`: map-style data sets whose `__getitems__(indices)` returns one finished batch
     for ascending row indices.
     """
@@ -136,6 +136,7 @@ class SampledDataModule(pl.LightningDataModule):
     row_tokens: int
     val_names: list[str]
     fingerprint: str
+    longest_sequence: int
 
     def __init__(
         self, global_batch_tokens: int, micro_batch_rows: int | None, val_batch_rows: int, num_workers: int, seed: int

@@ -84,9 +84,12 @@ class TokenStore:
             raise FileNotFoundError(
                 f"no token store at {self.path}: make one with `python -m recipes.prepare --out {self.path}`"
             )
+        if not any((self.path / name).exists() for name in ("store.json", "tokens.bin", "tokenizer.model")):
+            raise ValueError(f"the folder {self.path} holds no token store: name another one, or one that is not there")
         try:
             self.info = json.loads((self.path / "store.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
+            self.info["format"], self.info["files"], self.info["tokenizer_sha256"]
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
             raise ValueError(f"the token store {self.path} is half-written (no complete store.json): {again}") from None
         if self.info.get("format") != FORMAT:
             raise ValueError(

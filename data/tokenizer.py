@@ -90,10 +90,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_bytes: int) -> To
             f"vocab_size {vocab_size} is too small: 256 bytes and 3 special tokens need more than {least}; use 512 "
             "or more"
         )
-    model = io.BytesIO()
+    model, problems = io.BytesIO(), []
     try:
         spm.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(texts, max_bytes),
+            sentence_iterator=_noting(_sentences(texts, max_bytes), problems),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -110,11 +110,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_bytes: int) -> To
             minloglevel=2,
         )
     except RuntimeError as error:
+        if problems:  # of the corpus: SentencePiece hands on the text alone of an error in its sentences
+            raise problems[0] from None
         reason = str(error).split("] ")[-1].split(" Increase")[0].strip()
         raise ValueError(
             f"vocab_size {vocab_size} does not fit this corpus ({reason}): choose another, or a larger corpus"
         ) from None
     return Tokenizer(model.getvalue())
+
+
+def _noting(items: Iterator[str], problems: list[Exception]) -> Iterator[str]:
+    try:
+        yield from items
+    except Exception as error:
+        problems.append(error)
+        raise
 
 
 def _sentences(texts: Iterable[str], max_bytes: int) -> Iterator[str]:

@@ -7,12 +7,30 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from yaml import YAMLError
+
+DEFAULT_CONFIG = Path(__file__).parents[1] / "configs/mqar.yaml"
 
 # Notices of libraries about their own affairs, which a person who trains can do nothing about.
 _NOTICES = ("litlogger", "`weights_only` was not set", "isinstance(treespec, LeafSpec)", "does not have many workers",
             "torch.jit.script", "TPU available", "It is recommended to use `self.log(", "smaller than the logging interval")
+
+
+def arguments(argv: list[str]) -> list[str]:
+    """Files before single keys, whatever their order. Without --config: the resumed run's own, or the main job's."""
+    word = [text.split("=")[0] for text in argv]
+    files = {j for i, name in enumerate(word) if name in ("--config", "-c") for j in (i, i + ("=" not in argv[i]))}
+    if files or {"--help", "-h"} & set(word):
+        return [argv[i] for i in sorted(range(len(argv)), key=lambda i: i not in files)]
+    named = [Path(value) for name, value in zip(argv, argv[1:]) if name in ("--resume", "--run_dir")]
+    named += [Path(text.split("=", 1)[1]) for text in argv if text.startswith(("--resume=", "--run_dir="))]
+    folders = [path.parent.parent if path.parent.name == "checkpoints" else path for path in named]
+    found = (folder / "config.yaml" for folder in folders if (folder / "config.yaml").exists())
+    return ["--config", str(next(found, DEFAULT_CONFIG)), *argv]
 
 
 @contextmanager
@@ -20,34 +38,47 @@ def bad_input() -> Iterator[None]:
     """Around a recipe's set-up, before any work: input that cannot be used ends the process with its message, exit code 2."""
     try:
         yield
-    except (ArgumentError, MisconfigurationException, ValueError, OSError) as error:
+    except (ArgumentError, MisconfigurationException, ValueError, TypeError, OSError, ImportError, YAMLError) as error:
         print(f"error: {plain(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 
 def plain(message: str) -> str:
-    """What jsonargparse says of a value, without the types it tried on the way: the key and the first reason.
+    """What jsonargparse says of a value, without the classes it tried on the way: the key and what fits there.
 
     A message of the project's own comes back as it is.
     """
+    keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message))
+    reasons = re.split(r"\n\s*- ", message.split("Errors:\n")[-1].split("Given value type")[0])
+    reason = " ".join(reasons[0].strip().removeprefix("- ").split())
+    kinds = dict.fromkeys(re.findall(r"Expected an? ((?:(?!\. Got value|\n).)+)", message))
+    kinds.pop("<class 'NoneType'>", None)
+    if keys and kinds and "Expected a" in reason:
+        names = [re.sub(r"<class '(\w+)'>", r"\1", re.sub(r"typing.Literal\[(.*)\]", r"\1", kind)) for kind in kinds]
+        value = re.search(r"(?:Got value|Given value): (.*)", message)
+        return f"{'.'.join(keys)}: expected {' or '.join(names)}" + (f", got {value[1]}" if value else "")
     if "Errors:\n" not in message:
         return message
-    key = re.search(r'Parser key "([^"]+)"', message)
-    reasons = re.split(r"\n\s*- ", message.split("Errors:\n")[1].split("Given value type")[0])
-    reason = " ".join(reasons[0].strip().removeprefix("- ").split())
+    reason = re.sub(r"Problem with given class_path '\S+': ", "", reason)
     if "is not accepted" in reason:
         reason += "; python -m recipes.pretrain --print_config lists every key"
-    return f"{key[1]}: {reason}" if key else reason
+    return f"{next(iter(keys))}: {reason}" if keys else reason
 
 
 @contextmanager
-def stopped_by(*errors: type[Exception]) -> Iterator[None]:
-    """Around a run: these errors say all there is to say, so the process ends with their message alone, exit code 3."""
+def stopped_by(*errors: type[Exception], hint: str = "") -> Iterator[None]:
+    """Around a run: these errors say all there is to say, so the process ends with their message alone, exit code 3.
+
+    A signal ends it with the hint: exit code 130 for Ctrl-C, 143 for SIGTERM.
+    """
     try:
         yield
     except errors as error:
         print(f"stopped: {error}", file=sys.stderr)
         sys.exit(3)
+    except (KeyboardInterrupt, SystemExit) as stop:  # Lightning ends the process itself at Ctrl-C, with a plain exit(1)
+        print(f"stopped by a signal: {hint}", file=sys.stderr)
+        sys.exit(143 if isinstance(stop, SIGTERMException) else 130)
 
 
 def quiet_notices() -> None:

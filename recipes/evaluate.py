@@ -7,6 +7,7 @@ Prints tables and writes evaluation.json and evaluation.png into the run's folde
 """
 
 import json
+import sys
 from pathlib import Path
 
 import yaml
@@ -37,8 +38,14 @@ def parse(argv: list[str] | None) -> Namespace:
 def run_data(checkpoint: Path) -> tuple[str, dict]:
     """Class path and arguments of the data module that the checkpoint's run was trained on; none for a lone checkpoint."""
     config = checkpoint.parent.parent / "config.yaml"
-    data = yaml.safe_load(config.read_text())["data"] if config.exists() else {}
-    return data.get("class_path", ""), data.get("init_args", {})
+    if not config.exists():
+        print(f"no {config}: a lone checkpoint, recall in the paper format", file=sys.stderr)
+        return "", {}
+    try:
+        data = yaml.safe_load(config.read_text())["data"]
+        return data["class_path"], data["init_args"]
+    except (yaml.YAMLError, TypeError, KeyError):
+        raise ValueError(f"{config} is not a run's configuration: put the run's own back, or move it away") from None
 
 
 def recall_cells(args: Namespace, source: str, settings: dict, model) -> tuple[str, list[tuple[int, int, MQARDataModule]]]:
@@ -72,6 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         if source.endswith("DocumentsDataModule"):
             documents = DocumentsDataModule(**settings | {"source": None, "val_rows": args.held_out_rows})
             documents.setup("validate")
+            documents = documents if documents.val_names else None  # no document was held out
     results = {"checkpoint": str(path), "step": checkpoint_step(path), "model": model.config.to_dict(),
                "mqar": {"format": shape, "rows": args.rows, "vocab_size": model.config.vocab_size, "grid": []}}
     for pairs, length, data in track(cells, "recall", console=console):

@@ -4,6 +4,7 @@ python -m recipes.prepare                                  # the built-in corpus
 python -m recipes.prepare --source 'books/*.txt' --vocab_size 16384 --out stores/books-16k
 """
 
+import shlex
 import sys
 
 from jsonargparse import ArgumentParser
@@ -19,7 +20,9 @@ DEFAULT_OUT, DEFAULT_VOCAB = "stores/sotu-4k", 4096
 def main(args: list[str] | None = None) -> int:
     """Run with command-line arguments; returns the exit code (2 for bad input, with one message)."""
     options = _parser().parse_args(args)
-    vocab_size = options.vocab_size or (None if options.tokenizer else DEFAULT_VOCAB)
+    vocab_size = options.vocab_size
+    if vocab_size is None and not options.tokenizer:
+        vocab_size = DEFAULT_VOCAB
     try:
         corpus = Corpus(tuple(options.source), options.text_column, options.subset, options.split, options.max_bytes)
         request = StoreRequest(corpus, vocab_size, options.tokenizer, options.heldout)
@@ -76,7 +79,7 @@ def _report(store: TokenStore, made: bool, request: StoreRequest) -> None:
     )
     command = "python -m recipes.pretrain --config configs/longdoc-tiny.yaml"
     if request != StoreRequest(Corpus(("sotu",))) or str(store.path) != DEFAULT_OUT:
-        command += f" --data.store {store.path} --data.source null --data.vocab_size {store.vocab_size}"
+        command += f" --data.store {shlex.quote(str(store.path))} --data.source null --data.vocab_size {store.vocab_size}"
     print(f"\nNext: {command}")
 
 

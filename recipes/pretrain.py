@@ -9,6 +9,7 @@
 trainer.val_check_interval counts optimizer steps, whatever the accumulation.
 """
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -19,13 +20,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from callbacks import (CheckpointError, FiniteGuard, GradientNorms, JsonlLogger, NonFiniteError, RunCheckpoint, StateNorms,
                        Throughput, progress_bar)
 from callbacks.run_folder import RunFolder, default_run_dir, resume_point
-from recipes.console import bad_input, quiet_notices, stopped_by
+from callbacks.run_lock import claimed
+from recipes.console import arguments, bad_input, quiet_notices, stopped_by
 from vla_lm.checkpoints import check_compatible, checkpoint_step
 from vla_lm.module import LanguageModel
 from vla_lm.optimization import schedule
-from vla_lm.strategy import check_accelerator
-
-DEFAULT_CONFIG = "configs/mqar.yaml"
+from vla_lm.strategy import check_trainer
 
 
 class PretrainCLI(LightningCLI):
@@ -59,17 +59,6 @@ class PretrainCLI(LightningCLI):
                                            enable_model_summary=False, **kwargs)
 
 
-def arguments(argv: list[str]) -> list[str]:
-    """Without --config: the resumed run's own configuration, or the main job's."""
-    if any(word.split("=")[0] in ("--config", "-c", "--help", "-h") for word in argv):
-        return argv
-    named = [Path(value) for word, value in zip(argv, argv[1:]) if word in ("--resume", "--run_dir")]
-    named += [Path(word.split("=", 1)[1]) for word in argv if word.startswith(("--resume=", "--run_dir="))]
-    folders = [path.parent.parent if path.parent.name == "checkpoints" else path for path in named]
-    found = next((folder / "config.yaml" for folder in folders if (folder / "config.yaml").exists()), DEFAULT_CONFIG)
-    return ["--config", str(found), *argv]
-
-
 def main(argv: list[str] | None = None) -> None:
     quiet_notices()
     with bad_input():
@@ -78,18 +67,21 @@ def main(argv: list[str] | None = None) -> None:
                           parser_kwargs={"exit_on_error": False, "prog": "python -m recipes.pretrain"},
                           args=arguments(sys.argv[1:] if argv is None else argv))
         trainer, model, data = cli.trainer, cli.model, cli.datamodule
-        check_accelerator(trainer)
+        check_trainer(trainer, model.config.backend)
         schedule(model.optimizer_config, trainer.max_steps)
         if trainer.is_global_zero:
             data.prepare_data()
             data.setup("validate")
+            model.check_data(data)
         trainer.val_check_interval *= data.batch_plan(trainer.world_size).accumulation
         if cli.checkpoint:
-            check_compatible(cli.checkpoint, model, trainer.max_steps)
-    with stopped_by(NonFiniteError, CheckpointError):
+            check_compatible(cli.checkpoint, model, trainer.max_steps, data if trainer.is_global_zero else None)
+        cli.lock = claimed(cli.run_dir) if trainer.is_global_zero else None  # held while cli lives
+    name = shlex.quote(str(cli.run_dir))
+    with stopped_by(NonFiniteError, CheckpointError, hint=f"go on with python -m recipes.pretrain --resume {name}"):
         trainer.fit(model, datamodule=data, ckpt_path=cli.checkpoint)
-    trainer.print(f"\nresults in {cli.run_dir}\n  watch     tensorboard --logdir {cli.run_dir}\n"
-                  f"  evaluate  python -m recipes.evaluate {cli.run_dir}")
+    trainer.print(f"\nresults in {cli.run_dir}\n  watch     tensorboard --logdir {name}\n"
+                  f"  evaluate  python -m recipes.evaluate {name}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,10 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> Language
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used ({str(error).splitlines()[0]}): use auto or cpu") from None
     path = complete_checkpoint(path)
     content = _read(path)
     hyper = content["hyper_parameters"]
@@ -56,7 +60,8 @@ def complete_checkpoint(path: str | Path) -> Path:
     damage = _damage(path)
     if damage:
         raise ValueError(
-            f"{path} {damage}: use an older checkpoint, or the run's folder, which picks the newest complete one"
+            f"{path} {damage}: use an older checkpoint, or the run's folder, which picks the newest complete one "
+            f"(a copied checkpoint needs a copy of its marker)"
         )
     return path
 
@@ -66,11 +71,14 @@ def checkpoint_step(path: str | Path) -> int:
     return int(json.loads(_marker(complete_checkpoint(path)).read_text())["step"])
 
 
-def check_compatible(path: str | Path, model: LanguageModel, max_steps: int) -> None:
+def check_compatible(path: str | Path, model: LanguageModel, max_steps: int, data: Any = None) -> None:
     """ValueError unless a run of `max_steps` steps of `model` can go on from the checkpoint: names the fields to change.
 
-    The architecture must be the same, but for fields that change the speed alone (chunk_size, backend), and the
-    learning rate must go on where it was.
+    The architecture must be the same, but for fields that change the speed alone (chunk_size, backend), the learning
+    rate must go on where it was, AdamW's other settings must be the same (they are restored), and so must the data.
+
+    Args:
+        data: the run's data module; its own `load_state_dict` decides. None: not checked.
     """
     path = complete_checkpoint(path)
     content = _read(path)
@@ -96,6 +104,15 @@ def check_compatible(path: str | Path, model: LanguageModel, max_steps: int) -> 
             f"resume with the learning_rate, schedule, warmup_steps and trainer.max_steps ({content['max_steps']}) it was "
             "trained with, or start a new run"
         )
+    for name in ("weight_decay", "betas", "eps"):
+        there, here = getattr(before, name), getattr(model.optimizer_config, name)
+        if there != here:
+            raise ValueError(f"{path} was trained with {name} {there}, this configuration has {here}: resume with "
+                             f"model.optimizer.{name} {there}, or start a new run")
+    if data is not None:
+        if type(data).__qualname__ not in content:
+            raise ValueError(f"{path} was not trained on data of {type(data).__qualname__}: start a new run")
+        data.load_state_dict(content[type(data).__qualname__])
 
 
 def load_weights(model: LanguageModel, weights: dict[str, torch.Tensor], source: str | Path) -> None:

@@ -55,7 +55,7 @@ class ModelConfig:
     chunk_size: int = 64
     """Chunk of the parallel form: changes speed and memory, not the result."""
     backend: str = "auto"
-    """Implementation of the operator: auto, reference, chunked."""
+    """Implementation of the operator: auto, chunked, triton (CUDA), reference."""
     tie_embeddings: bool = True
     """Use the embedding matrix as output projection."""
     init_std: float = 0.02
@@ -86,6 +86,8 @@ class ModelConfig:
                 raise ValueError(f"{name} {value!r} is unknown: use one of {shown}")
         if not (isinstance(self.penalty, (int, float)) and math.isfinite(self.penalty) and self.penalty > 0):
             raise ValueError(f"penalty is {self.penalty!r}: lambda_0 must be a finite number above 0, such as 0.1")
+        if not 1e-30 < self.penalty < 1e30:
+            raise ValueError(f"penalty is {self.penalty!r}: A_0 = I / lambda_0 must fit float32, use for example 0.1")
         if not self.init_std > 0:
             raise ValueError(f"init_std is {self.init_std!r}: use a number above 0, such as 0.02")
         self._check_combination()
@@ -187,6 +189,7 @@ class OptimizerConfig:
 
 
 _CHOICES: dict[str, tuple] = {
+    "backend": ("auto", "chunked", "triton", "reference"),
     "style": ("paper", "modern"),
     "feature_map": (None, "elu1", "silu", "identity"),
     "readout": (None, "normalized", "headwise", "none"),

@@ -1,5 +1,7 @@
 """DeepSpeed ZeRO for Lightning, without the defaults that change what is trained."""
 
+import math
+import os
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -17,9 +19,38 @@ OWNED = {
 }
 
 
-def check_accelerator(trainer: Trainer) -> None:
-    """ValueError where the trainer has a DeepSpeed strategy and no CUDA device, which Lightning finds only in `fit`."""
-    if isinstance(trainer.strategy, DeepSpeedStrategy) and not isinstance(trainer.accelerator, CUDAAccelerator):
+def check_trainer(trainer: Trainer, backend: str) -> None:
+    """ValueError for settings of the trainer that cannot be meant, or that Lightning finds only in `fit`.
+
+    Args:
+        backend: the model's implementation of the operator.
+    """
+    cuda = isinstance(trainer.accelerator, CUDAAccelerator)
+    if backend == "triton" and not cuda and "TRITON_INTERPRET" not in os.environ:
+        raise ValueError(f"model.config.backend 'triton' needs CUDA devices, the accelerator here is "
+                         f"{type(trainer.accelerator).__name__}: use backend auto")
+    if trainer.max_steps < 1:
+        raise ValueError(f"trainer.max_steps is {trainer.max_steps}: set the number of optimizer steps, the data is endless")
+    if trainer.fast_dev_run:
+        return  # it sets the rest itself
+    every, clip = getattr(trainer, "val_check_interval", None), trainer.gradient_clip_val
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"trainer.val_check_interval is {every!r}: use a whole number of optimizer steps, at least 1")
+    if trainer.log_every_n_steps < 1:
+        raise ValueError(f"trainer.log_every_n_steps is {trainer.log_every_n_steps}: use at least 1 optimizer step")
+    if clip is not None and not 0 <= clip < math.inf:
+        raise ValueError(f"trainer.gradient_clip_val is {clip!r}: use a norm above 0, or null for no clipping")
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}: leave it out, it follows from "
+            "data.global_batch_tokens and data.micro_batch_rows"
+        )
+    for name, unset in (("max_epochs", (None, -1)), ("limit_train_batches", (1.0,)), ("overfit_batches", (0.0,))):
+        if getattr(trainer, name) not in unset:
+            raise ValueError(
+                f"trainer.{name} is {getattr(trainer, name)}: leave it out, a run's length is trainer.max_steps alone"
+            )
+    if isinstance(trainer.strategy, DeepSpeedStrategy) and not cuda:
         raise ValueError(
             f"trainer.strategy {type(trainer.strategy).__name__} (DeepSpeed) needs CUDA devices, the accelerator here is "
             f"{type(trainer.accelerator).__name__}: use trainer.strategy ddp (several processes) or auto (one)"
@@ -78,7 +109,7 @@ class ShardedStrategy(DeepSpeedStrategy):
             step = self.lightning_module.trainer.global_step + 1
             raise FloatingPointError(
                 f"optimizer step {step}: a gradient is not finite; the weights are those of step {step - 1}. "
-                "Resume from the last checkpoint with a lower learning rate or gradient_clip_val"
+                "Resume from the last checkpoint with a smaller gradient_clip_val, or start anew, learning rate lower"
             )
         return result
 

@@ -158,8 +158,13 @@ def test_damaged_stores(tmp_path, store):
     refused("has format 99, this version reads 1")
     info.write_text(text[:100])
     refused("half-written .no complete store.json")
+    for text in ("[]", "{}", '{"format": 1}'):
+        info.write_text(text)
+        refused("half-written")
     info.unlink()
     refused("half-written")
+    with pytest.raises(ValueError, match="holds no token store: name another one"):  # and no word of removing it
+        TokenStore(tmp_path)
     with pytest.raises(FileNotFoundError, match="no token store at .*recipes.prepare --out"):
         TokenStore(tmp_path / "nowhere")
 

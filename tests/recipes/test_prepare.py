@@ -79,6 +79,8 @@ def test_several_sources_and_an_existing_tokenizer(tmp_path, capsys):
     [
         (["--source", "nowhere/*.txt"], "error: no file matches 'nowhere/*.txt'"),
         (["--vocab_size", "100"], "error: vocab_size 100 is too small"),
+        (["--vocab_size", "0"], "error: vocab_size 0 is too small"),
+        (["--source", "hf:"], "error: 'hf:' names no Hugging Face data set"),
         (["--heldout", "2"], "error: heldout must be a share in [0, 1), got 2.0"),
         (["--tokenizer", "nowhere.model"], "error: no SentencePiece model at nowhere.model"),
         (["--vocab_size", "many"], "vocab_size"),
@@ -113,6 +115,22 @@ def test_a_broken_corpus_is_named(tmp_path, capsys):
     assert main(["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path / "s")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "a.txt: invalid UTF-8 at byte 5" in error and error.count("\n") == 1
+
+
+def test_a_broken_file_among_good_ones_is_named(tmp_path, capsys):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(f"some words of document {i} " * 200)
+    command = ["--source", str(tmp_path), "--vocab_size", "300", "--out", str(tmp_path / "store")]
+    for name, data, told in (
+        ("z.txt", b"fine \xe9", "z.txt: invalid UTF-8 at byte 5"),
+        ("z.jsonl", b'{"text": "a"}\n{"text": \n', "z.jsonl line 2: not valid JSON"),
+        ("z.jsonl", b"[" * 100_000, "z.jsonl line 1: JSON nested too deeply"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and told in error and error.count("\n") == 1 and "vocab_size" not in error
+        (tmp_path / name).unlink()
 
 
 def test_help(capsys):

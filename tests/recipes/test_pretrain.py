@@ -1,6 +1,12 @@
 """The recipe as a person meets it: what a run leaves behind, what bad input is answered with, every shipped configuration."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,8 +67,6 @@ def test_a_folder_with_a_run_is_not_trained_over(run: Path, capsys: pytest.Captu
 
 
 def test_resume_goes_on_with_the_runs_own_configuration(run: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(run, copy, symlinks=True)
     for path in copy.glob("checkpoints/step=000006*"):
@@ -97,7 +101,25 @@ BAD = {
     "batch": (["--data.global_batch_tokens", "57"], "global_batch_tokens 57 is not a whole number of rows"),
     "warm-up": (["--model.optimizer.warmup_steps", "9"], "warmup_steps 9 leaves nothing of trainer.max_steps 6"),
     "sharding without a GPU": (["--trainer.strategy", "zero3"], "needs CUDA devices"),
-    "no steps": (["--trainer.max_steps", "-1"], "trainer.max_steps"),
+    "no steps": (["--trainer.max_steps", "-1"], "trainer.max_steps is -1"),
+    "no steps, constant": (["--trainer.max_steps", "-1", "--model.optimizer.schedule", "constant"],
+                           "trainer.max_steps is -1"),
+    "penalty beyond float32": (["--model.config.penalty", "1e-300"], "must fit float32"),
+    "backend": (["--model.config.backend", "cuda"], "backend 'cuda' is unknown: use one of auto, chunked"),
+    "Triton without a GPU": (["--model.config.backend", "triton"], "'triton' needs CUDA devices"),
+    "positions": (["--model.config.style", "paper", "--model.config.max_positions", "8"], "set max_positions to 16"),
+    "positions of validation": (["--model.config.style", "paper", "--model.config.max_positions", "16",
+                                 "--data.val_lengths", "[16, 64]"], "set max_positions to 64"),
+    "vocabulary": (["--model.config.vocab_size", "8"], "vocab_size 8 is smaller than the data's 128"),
+    "a word for a number": (["--model.config.penalty", "some"], "error: model.config.penalty: expected float, got some"),
+    "precision": (["--trainer.precision", "8"], "'bf16-mixed'"),
+    "never logged": (["--trainer.log_every_n_steps", "0"], "trainer.log_every_n_steps is 0"),
+    "never validated": (["--trainer.val_check_interval", "0"], "trainer.val_check_interval is 0"),
+    "validated by the clock": (["--trainer.val_check_interval", "00:00:01:00"], "a whole number of optimizer steps"),
+    "clipping": (["--trainer.gradient_clip_val", "-1"], "trainer.gradient_clip_val is -1"),
+    "accumulation": (["--trainer.accumulate_grad_batches", "4"], "it follows from data.global_batch_tokens"),
+    "epochs": (["--trainer.max_epochs", "1"], "a run's length is trainer.max_steps alone"),
+    "devices": (["--trainer.devices", "many"], "should be an int > 0"),
     "unknown key": (["--model.config.d_modle", "32"], "d_modle"),
     "no configuration": (["--config", "configs/none.yaml"], "configs/none.yaml"),
     "no run": (["--resume", "runs/none"], "--resume runs/none: no such file or folder"),
@@ -120,6 +142,90 @@ def test_a_checkpoint_of_another_architecture(run: Path, tmp_path: Path, capsys:
     error = refused([*TINY, "--model.config.n_layers", "1", "--resume", str(run), "--run_dir", str(tmp_path / "new")], capsys)
     assert "n_layers is 2 there, 1 here" in error
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["--data.seed", "7"], "data with seed [0], this run has [7]"),
+    (["--data.n_pairs", "3"], "resume with the same data settings"),
+    (["--data.global_batch_tokens", "256"], "rows_per_step [8], this run has [16]"),
+    (["--model.optimizer.weight_decay", "0.5"], "resume with model.optimizer.weight_decay 0.01"),
+])  # fmt: skip
+def test_resume_with_other_settings(argv: list[str], message: str, run: Path, capsys: pytest.CaptureFixture) -> None:
+    before = sorted(run.iterdir())
+    assert message in refused(["--resume", str(run), *argv], capsys)
+    assert sorted(run.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in ("file", "file/run"):
+        assert "name another one" in refused([*TINY, "--run_dir", str(tmp_path / folder)], capsys)
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    held = ("import sys; from pathlib import Path; from callbacks.run_lock import claimed; "
+            "lock = claimed(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()")
+    other = subprocess.Popen([sys.executable, "-c", held, str(tmp_path / "run")], cwd=ROOT, text=True,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == "held\n"
+    try:
+        assert "another process is training in" in refused([*TINY, "--run_dir", str(tmp_path / "run")], capsys)
+    finally:
+        other.communicate("")
+    pretrain.main([*TINY, "--run_dir", str(tmp_path / "run")])
+
+
+def test_signals_end_a_run_with_a_hint(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recipes.pretrain", *TINY, "--trainer.max_steps", "100000",
+               "--trainer.val_check_interval", "100000", "--checkpoint.every_n_train_steps", "2", "--run_dir"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    runs = {}
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        folder = tmp_path / number.name
+        process = subprocess.Popen([*command, str(folder)], cwd=ROOT, text=True, env=environment,
+                                   stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        runs[number] = folder, code, process
+    for number, (folder, code, process) in runs.items():
+        begun = time.monotonic()
+        while newest_complete(folder) is None and process.poll() is None and time.monotonic() - begun < 100:
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=100)
+        assert process.returncode == code and f"go on with python -m recipes.pretrain --resume {folder}" in error, error
+        assert "Traceback" not in error and newest_complete(folder)
+
+
+def test_any_folder_and_any_order_of_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pretrain.main([*TINY, "--trainer.precision", "64-true"])
+    config, = Path("runs").glob("mqar-*/config.yaml")
+    pretrain.main([*TINY, "--config", str(config), "--run_dir", "again", "--trainer.max_steps", "4"])
+    assert yaml.safe_load(Path("again/config.yaml").read_text())["trainer"]["precision"] == "64-true"
+    assert newest_complete(Path("again")).name == "step=000004.ckpt"
+
+
+def test_documents_without_a_held_out_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words in a text of no great length " * 60)
+    run = tmp_path / "run"
+    pretrain.main(["--config", "configs/longdoc-tiny.yaml", "--run_dir", str(run), "--data.source", f"[{tmp_path}/a.txt]",
+                   "--data.store", str(tmp_path / "store"), "--data.heldout", "0", "--data.vocab_size", "280",
+                   "--model.config.d_model", "16", "--data.row_tokens", "32", "--data.global_batch_tokens", "128",
+                   "--trainer.max_steps", "2", "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "0"])
+    evaluate.main([str(run), "--pairs", "2", "--lengths", "16", "--rows", "8", "--device", "cpu"])
+    assert "documents" not in json.loads((run / "evaluation.json").read_text())
+
+
+def test_evaluate_refuses(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy, symlinks=True)
+    for text in ("", "a: ["):
+        (copy / "config.yaml").write_text(text)
+        with pytest.raises(SystemExit) as stop:
+            evaluate.main([str(copy), "--device", "cpu"])
+        assert stop.value.code == 2 and "is not a run's configuration" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main([str(run), "--device", "gpu"])
+    assert stop.value.code == 2 and "use auto or cpu" in capsys.readouterr().err
 
 
 def test_a_half_written_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
