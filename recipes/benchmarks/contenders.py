@@ -1,7 +1,7 @@
 """Who is measured: VLA's backends, softmax attention, and flash-linear-attention's operators where they are installed.
 
-Softmax attention is flash in half precision on CUDA. The peers get unit keys and their gates ready-made, VLA the raw ones: its feature map, normalisations and read-out are
-inside what is timed.
+Softmax attention is flash in half precision on CUDA. The peers get unit keys and their gates ready-made, VLA the raw
+ones: its feature map, normalisations and read-out are inside what is timed.
 """
 
 from collections.abc import Callable
