@@ -42,15 +42,15 @@ def inverse_root(x):
     return tl.where(x > 0, tl.rsqrt(tl.where(x > 0, x, 1.0)), 0.0)
 
 
-@triton.jit(do_not_specialize=["T"])
-def recurrent_kernel(q, k, v, u, beta, g, penalty, S0, A0, z0, bounds, o, S_last, A_last, z_last, T, H,
+@triton.jit(do_not_specialize=["T", "given"])
+def recurrent_kernel(q, k, v, u, beta, g, penalty, S0, A0, z0, bounds, o, S_last, A_last, z_last, T, H, given,
                      RULE: tl.constexpr, RAW: tl.constexpr, F: tl.constexpr, SCALE: tl.constexpr,
-                     NORMALIZED: tl.constexpr, HAS_STATE: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr,
+                     NORMALIZED: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr,
                      V: tl.constexpr, BV: tl.constexpr, EPS: tl.constexpr):
     """q, k, u [tokens, H, D], v, o [tokens, H, V], beta, g [tokens, H], penalty [H]; u, beta, g and bounds may be None.
 
-    States are S transposed [N, H, D, V], A [N, H, D, D], z [N, H, D]; bounds [N + 1]: the sequences' edges, None: all
-    are T long. Keys and directions stay as long as they come, their norms enter as numbers.
+    States are S transposed [N, H, D, V], A [N, H, D, D], z [N, H, D], read if `given`; bounds [N + 1]: the sequences'
+    edges, None: all are T long. Keys and directions stay as long as they come, their norms enter as numbers.
     """
     program = tl.program_id(0).to(tl.int64)
     line, block = program // (V // BV), (program % (V // BV)).to(tl.int32)  # line = sequence * H + head
@@ -66,17 +66,16 @@ def recurrent_kernel(q, k, v, u, beta, g, penalty, S0, A0, z0, bounds, o, S_last
     values, memory = line * (D * V), d[:, None] * V + c[None, :]
     PENAL: tl.constexpr = RULE == "unit" or RULE == "gain"
 
+    # Loaded in any case, if not from memory then as what they are at first: the loads settle how the tiles are spread
+    # over the threads, and without them the compiler's choice spills.
+    state = given != 0
+    S = tl.load(S0 + values + memory, mask=state, other=0).to(tl.float32)
     z = tl.zeros([D], tl.float64)
-    if HAS_STATE:
-        S = tl.load(S0 + values + memory).to(tl.float32)
-        if NORMALIZED:
-            z += tl.load(z0 + line * D + d).to(tl.float64)
-        if PENAL:
-            A = tl.load(A0 + matrix + square).to(tl.float64)
-    else:
-        S = tl.zeros([D, BV], tl.float32)
-        if PENAL:
-            A = tl.where(d[:, None] == d[None, :], 1.0 / tl.load(penalty + head), tl.zeros([D, D], tl.float64))
+    if NORMALIZED:
+        z += tl.load(z0 + line * D + d, mask=state, other=0).to(tl.float64)
+    if PENAL:
+        first_A = tl.where(d[:, None] == d[None, :], 1.0 / tl.load(penalty + head), 0.0)
+        A = tl.load(A0 + matrix + square, mask=state, other=first_A)
 
     # The next token is loaded while this one is worked on: nothing else hides that latency.
     row = first * H + head
@@ -189,9 +188,10 @@ def recurrent_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor
     block, warps = launch_options(rule, normalized, dk, dv)
     with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
         recurrent_kernel[(n * heads * (dv // block),)](
-            q, k, v, u, beta, g, penalty, S0, A0, z0, bounds, o, S, A, z, tokens, heads, RULE=rule, RAW=raw,
-            F=feature_map, SCALE=scale, NORMALIZED=normalized, HAS_STATE=S0 is not None, KEEP=keep, D=dk, V=dv,
-            BV=block, EPS=DENOMINATOR_EPS if normalized else HEAD_NORM_EPS, num_warps=warps,
+            q, k, v, u, beta, g, penalty, S if S0 is None else S0, A if A0 is None else A0, z if z0 is None else z0,
+            bounds, o, S, A, z, tokens, heads, int(S0 is not None), RULE=rule, RAW=raw, F=feature_map, SCALE=scale,
+            NORMALIZED=normalized, KEEP=keep, D=dk, V=dv, BV=block,
+            EPS=DENOMINATOR_EPS if normalized else HEAD_NORM_EPS, num_warps=warps,
             maxnreg=255)  # left to itself, ptxas takes 32 registers where A does not fit and spills the rest
     return [o, S, A, z]
 
