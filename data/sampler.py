@@ -216,7 +216,7 @@ class SampledDataModule(pl.LightningDataModule):
         """Refuse a checkpoint of other data; the position itself comes from the restored global step."""
         rows = self.batch_plan(self._ranks[0]).rows_per_step
         for what, here, mend in (
-            ("fingerprint", self.fingerprint, "resume with the same data settings and store, or start a new run"),
+            ("fingerprint", self.fingerprint, "use the same data settings and store, or start a new run"),
             ("seed", self.seed, "set the data seed to the checkpoint's, or start a new run"),
             (
                 "rows_per_step",

@@ -7,6 +7,7 @@ Prints tables and writes evaluation.json and evaluation.png into the run's folde
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from rich.progress import track
 from callbacks.run_folder import write_aside
 from data import DocumentsDataModule, MQARDataModule
 from recipes.console import bad_input
-from vla_lm.checkpoints import checkpoint_step, complete_checkpoint, load_model
+from vla_lm.checkpoints import check_data, checkpoint_step, complete_checkpoint, load_model
 from vla_lm.evaluation import mqar, perplexity, report
 
 
@@ -42,8 +43,7 @@ def run_data(checkpoint: Path) -> tuple[str, dict]:
         print(f"no {config}: a lone checkpoint, recall in the paper format", file=sys.stderr)
         return "", {}
     try:
-        data = yaml.safe_load(config.read_text())["data"]
-        return data["class_path"], data["init_args"]
+        return (data := yaml.safe_load(config.read_text())["data"])["class_path"], data["init_args"]
     except (yaml.YAMLError, TypeError, KeyError):
         raise ValueError(f"{config} is not a run's configuration: put the run's own back, or move it away") from None
 
@@ -51,9 +51,9 @@ def run_data(checkpoint: Path) -> tuple[str, dict]:
 def recall_cells(args: Namespace, source: str, settings: dict, model) -> tuple[str, list[tuple[int, int, MQARDataModule]]]:
     """One data module for each cell of the grid that fits, in the format that the run was trained on."""
     task = {"format": settings["format"], "filler": settings["filler"]} if source.endswith("MQARDataModule") else {}
-    if model.config.style == "paper" and max(args.lengths) > model.config.max_positions:
-        raise ValueError(f"--lengths {max(args.lengths)} is beyond the model's {model.config.max_positions} learned positions: "
-                         f"give lengths up to {model.config.max_positions}")
+    longest, positions = max(args.lengths), model.config.max_positions
+    if model.config.style == "paper" and longest > positions:
+        raise ValueError(f"--lengths {longest} is beyond the model's learned positions: give lengths up to {positions}")
     cells = []
     for pairs in args.pairs:
         for length in args.lengths:
@@ -75,20 +75,20 @@ def main(argv: list[str] | None = None) -> None:
         source, settings = run_data(path)
         model = load_model(path, device=args.device)
         shape, cells = recall_cells(args, source, settings, model)
-        documents = None
+        folder, documents = path.parent.parent if source else path.parent, None
+        if not os.access(folder, os.W_OK):
+            raise OSError(f"{folder} cannot be written to: evaluate a copy of the checkpoint and its marker elsewhere")
         if source.endswith("DocumentsDataModule"):
             documents = DocumentsDataModule(**settings | {"source": None, "val_rows": args.held_out_rows})
             documents.setup("validate")
-            documents = documents if documents.val_names else None  # no document was held out
+            check_data(path, documents)
     results = {"checkpoint": str(path), "step": checkpoint_step(path), "model": model.config.to_dict(),
                "mqar": {"format": shape, "rows": args.rows, "vocab_size": model.config.vocab_size, "grid": []}}
     for pairs, length, data in track(cells, "recall", console=console):
-        found = mqar.evaluate(model, data.val_dataloader()[0])
-        results["mqar"]["grid"].append({"n_pairs": pairs, "length": length, **found})
-    if documents:
-        batches = track(documents.val_dataloader()[0], "held-out documents", console=console)
-        results["documents"] = perplexity.evaluate(model, batches)
-    folder = path.parent.parent if source else path.parent
+        cell = {"n_pairs": pairs, "length": length, **mqar.evaluate(model, data.val_dataloader()[0])}
+        results["mqar"]["grid"].append(cell)
+    for batches in documents.val_dataloader() if documents else []:  # none where no document was held out
+        results["documents"] = perplexity.evaluate(model, track(batches, "held-out documents", console=console))
     write_aside(folder / "evaluation.json", json.dumps(results, indent=1))
     report.save_figure(results, folder / "evaluation.png")
     console.print(*report.tables(results))

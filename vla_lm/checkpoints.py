@@ -110,9 +110,15 @@ def check_compatible(path: str | Path, model: LanguageModel, max_steps: int, dat
             raise ValueError(f"{path} was trained with {name} {there}, this configuration has {here}: resume with "
                              f"model.optimizer.{name} {there}, or start a new run")
     if data is not None:
-        if type(data).__qualname__ not in content:
-            raise ValueError(f"{path} was not trained on data of {type(data).__qualname__}: start a new run")
-        data.load_state_dict(content[type(data).__qualname__])
+        check_data(path, data)
+
+
+def check_data(path: str | Path, data: Any) -> None:
+    """ValueError unless the checkpoint was trained on what the data module hands out; its `load_state_dict` decides."""
+    content, kind = _read(complete_checkpoint(path)), type(data).__qualname__
+    if kind not in content:
+        raise ValueError(f"{path} was not trained on data of {kind}: start a new run")
+    data.load_state_dict(content[kind])
 
 
 def load_weights(model: LanguageModel, weights: dict[str, torch.Tensor], source: str | Path) -> None:

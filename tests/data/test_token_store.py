@@ -152,6 +152,8 @@ def test_damaged_stores(tmp_path, store):
     data = model.read_bytes()
     model.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     refused("was made with another tokenizer than its tokenizer.model")
+    model.write_bytes(data + b"more")
+    refused("was made with another tokenizer than its tokenizer.model")
     model.write_bytes(data)
     text = info.read_text()
     info.write_text(json.dumps({**json.loads(text), "format": 99}))

@@ -1,8 +1,11 @@
 """`python -m recipes.prepare`: what it prints, and exit code 2 with one message for bad input."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -131,6 +134,23 @@ def test_a_broken_file_among_good_ones_is_named(tmp_path, capsys):
         error = capsys.readouterr().err
         assert error.startswith("error: ") and told in error and error.count("\n") == 1 and "vocab_size" not in error
         (tmp_path / name).unlink()
+
+
+def test_ctrl_c_keeps_nothing_and_says_so(tmp_path):
+    for i in range(16):
+        (tmp_path / f"{i}.txt").write_text("".join(f"word{(i + 2) * j % 977} " for j in range(140_000)))
+    command = [sys.executable, "-m", "recipes.prepare", "--source", str(tmp_path), "--out", str(tmp_path / "out" / "store"),
+               "--vocab_size", "400", "--workers", "2"]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    tokens, begun = tmp_path / "out" / "store.partial" / "tokens.bin", time.monotonic()
+    while not (tokens.exists() and tokens.stat().st_size) and time.monotonic() - begun < 60:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "interrupted: nothing was kept" in error and "Traceback" not in error, error
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_help(capsys):

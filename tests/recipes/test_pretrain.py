@@ -14,7 +14,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks import newest_complete, read_metrics
-from recipes import evaluate, pretrain
+from recipes import evaluate, prepare, pretrain
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--model.config.d_model", "16", "--data.n_pairs", "2", "--data.val_n_pairs", "[2]", "--data.val_rows", "16",
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_another_architecture(run: Path, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize(("argv", "message"), [
     (["--data.seed", "7"], "data with seed [0], this run has [7]"),
-    (["--data.n_pairs", "3"], "resume with the same data settings"),
+    (["--data.n_pairs", "3"], "use the same data settings"),
     (["--data.global_batch_tokens", "256"], "rows_per_step [8], this run has [16]"),
     (["--model.optimizer.weight_decay", "0.5"], "resume with model.optimizer.weight_decay 0.01"),
 ])  # fmt: skip
@@ -204,7 +204,7 @@ def test_any_folder_and_any_order_of_arguments(tmp_path: Path, monkeypatch: pyte
     assert newest_complete(Path("again")).name == "step=000004.ckpt"
 
 
-def test_documents_without_a_held_out_one(tmp_path: Path) -> None:
+def test_documents_without_a_held_out_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "a.txt").write_text("some words in a text of no great length " * 60)
     run = tmp_path / "run"
     pretrain.main(["--config", "configs/longdoc-tiny.yaml", "--run_dir", str(run), "--data.source", f"[{tmp_path}/a.txt]",
@@ -213,6 +213,13 @@ def test_documents_without_a_held_out_one(tmp_path: Path) -> None:
                    "--trainer.max_steps", "2", "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "0"])
     evaluate.main([str(run), "--pairs", "2", "--lengths", "16", "--rows", "8", "--device", "cpu"])
     assert "documents" not in json.loads((run / "evaluation.json").read_text())
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "a.txt").write_text("other words in another text " * 60)
+    prepare.main(["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path / "store"), "--heldout", "0",
+                  "--vocab_size", "280"])
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main([str(run), "--device", "cpu"])
+    assert stop.value.code == 2 and "use the same data settings and store" in capsys.readouterr().err
 
 
 def test_evaluate_refuses(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
