@@ -129,6 +129,11 @@ class LinearMixer(SequenceMixer):
             penalty=self.penalty, beta=beta, g=g, write_rule=row.write_rule, erase_key=row.erase_key,
             feature_map=config.feature_map, readout=config.readout, u_scale=config.u_scale,
         )
+        if config.refresh is not None and state is not None:
+            raise ValueError(
+                "refresh counts tokens from a row's start, so a row cannot go on from a state: set refresh: null to "
+                "carry states or to decode"
+            )
         initial = None if state is None else state.memory
         if initial is not None and fresh is not None:
             initial = where_documents(fresh, self.first_state(fresh.numel(), initial.S), initial)
@@ -139,7 +144,7 @@ class LinearMixer(SequenceMixer):
         if diagnostics:  # they come at chunk ends: 32 to 64 of them make a curve, also of a short row
             chunk = min(chunk, 1 << max(2, (x.shape[1] // 32).bit_length() - 1))
         out = self.operator(
-            q, k, v, u, **settings, initial_state=initial, output_final_state=return_state,
+            q, k, v, u, **settings, refresh=config.refresh, initial_state=initial, output_final_state=return_state,
             cu_seqlens=None if packing is None else packing.host, chunk_size=chunk,
             diagnostics=diagnostics, backend=config.backend,
         )

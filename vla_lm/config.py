@@ -44,6 +44,9 @@ class ModelConfig:
     """Penalty direction: W_u k or the unit key. null: the mixer's."""
     u_scale: Literal["unit", "inverse_sqrt_d"] = "unit"
     """Length of u: 1 (the paper's text) or 1/sqrt(d) (its authors' code)."""
+    refresh: tuple[int, float] | None = None
+    """[every, amount]: A += amount I after every `every` tokens of a row ([20, 0.001] in the authors' code). It makes A
+    depend on its own past, so the token loop runs: slow, for short rows. null: none."""
     beta: Literal["none", "unit", "double"] | None = None
     """Write strength: none (1), learned in (0, 1) or in (0, 2). null: the mixer's in this style."""
     decay: bool | None = None
@@ -106,6 +109,14 @@ class ModelConfig:
             raise ValueError(f"readout {full.readout!r} does not fit mixer {self.mixer!r}: {mend}")
         if row.penalised != (full.u_source != "none") or (self.mixer == "mesa" and full.u_source != "key"):
             raise ValueError(f"u_source {full.u_source!r} does not fit mixer {self.mixer!r}: leave it at null")
+        if self.refresh is not None:
+            self.refresh = every, amount = tuple(self.refresh)
+            if isinstance(every, bool) or not isinstance(every, int) or every < 1 or not 0 < amount < math.inf:
+                raise ValueError(f"refresh is {list(self.refresh)}: use a number of tokens and an amount, such as [20, 0.001]")
+            if not row.penalised or self.mixer == "mesa":
+                raise ValueError(f"refresh has no effect on mixer {self.mixer!r}: leave it at null")
+            if self.backend not in ("auto", "reference"):
+                raise ValueError(f"refresh needs the token loop, backend is {self.backend!r}: leave backend at auto")
         if self.learn_penalty and not row.penalised:
             raise ValueError(f"learn_penalty has no effect on mixer {self.mixer!r}, which has no penalty: set it false")
 

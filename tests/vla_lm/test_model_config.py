@@ -55,7 +55,7 @@ def test_bad_optimizer_configurations_name_value_and_mend(fields, told):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_every_mixer_resolves_in_both_styles_and_survives_a_round_trip(style, mixer):
     full = ModelConfig(style=style, mixer=mixer).resolved()
-    assert None not in [value for name, value in full.to_dict().items() if name != "vocab_size"]
+    assert None not in [value for name, value in full.to_dict().items() if name not in ("vocab_size", "refresh")]
     assert full.resolved() == full == ModelConfig.from_dict(full.to_dict())
 
 
@@ -73,3 +73,16 @@ def test_an_unknown_field_is_refused_by_name():
     with pytest.raises(ValueError, match="no field widht: use vocab_size"):
         ModelConfig.from_dict({"widht": 3})
     assert OptimizerConfig.from_dict(OptimizerConfig(betas=[0.9, 0.95]).to_dict()).betas == (0.9, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"refresh": (0, 1e-3)}, "refresh is [0, 0.001]"),
+        ({"refresh": (20, 1e-3), "mixer": "linear"}, "refresh has no effect on mixer 'linear'"),
+        ({"refresh": (20, 1e-3), "backend": "chunked"}, "refresh needs the token loop"),
+    ],
+)
+def test_the_authors_refresh_is_refused_where_it_cannot_be(fields, told):
+    with pytest.raises(ValueError, match=told.replace("[", r"\[").replace("]", r"\]")):
+        ModelConfig(**fields)

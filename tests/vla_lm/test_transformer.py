@@ -167,6 +167,18 @@ def test_bad_tokens_states_and_boundaries_are_refused():
         Transformer(ModelConfig())
 
 
+def test_the_authors_variants_reach_the_operator():
+    row = tokens()
+    plain, short, refreshed = (
+        build(**fields)(row).logits for fields in ({}, {"u_scale": "inverse_sqrt_d"}, {"refresh": (5, 0.1)})
+    )
+    assert not torch.allclose(plain, short) and torch.allclose(plain[:, :5], refreshed[:, :5])
+    assert not torch.allclose(plain[:, 5:], refreshed[:, 5:])
+    model = build(refresh=(5, 0.1))
+    with pytest.raises(ValueError, match="refresh counts tokens from a row's start"):
+        model(row, states=build()(row, return_states=True).states)
+
+
 def test_diagnostics_come_per_layer_and_leave_the_logits_alone():
     model, rows = build("modern", "vla"), tokens()
     out = model(rows, diagnostics=True)
