@@ -191,3 +191,8 @@ def _check_state(state, call: Call) -> None:
             raise TypeError(f"initial_state.{name} has dtype {x.dtype}; states are float32 or float64")
         if x.device != call.q.device:
             raise ValueError(f"initial_state.{name} is on {x.device} and q on {call.q.device}; move both to one device")
+    rest = state.A_rest
+    if rest is not None and (state.A is None or rest.shape != state.A.shape or rest.device != state.A.device):
+        there = "no A" if state.A is None else f"A {list(state.A.shape)} on {state.A.device}"
+        raise ValueError(f"initial_state.A_rest has shape {list(rest.shape)} on {rest.device}, and there is {there}; "
+                         "hand on the state as vla gave it")

@@ -1,5 +1,6 @@
 """How a recipe speaks to the person who started it."""
 
+import errno
 import logging
 import re
 import sys
@@ -69,12 +70,17 @@ def plain(message: str) -> str:
 def stopped_by(*errors: type[Exception], hint: str = "") -> Iterator[None]:
     """Around a run: these errors say all there is to say, so the process ends with their message alone, exit code 3.
 
-    A signal ends it with the hint: exit code 130 for Ctrl-C, 143 for SIGTERM.
+    A full disk ends it so too, with the hint. A signal: the hint, and exit code 130 for Ctrl-C, 143 for SIGTERM.
     """
     try:
         yield
     except errors as error:
         print(f"stopped: {error}", file=sys.stderr)
+        sys.exit(3)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"stopped: {error.strerror}. Complete checkpoints are whole: free space, then {hint}", file=sys.stderr)
         sys.exit(3)
     except (KeyboardInterrupt, SystemExit) as stop:  # Lightning ends the process itself at Ctrl-C, with a plain exit(1)
         print(f"stopped by a signal: {hint}", file=sys.stderr)

@@ -1,5 +1,7 @@
 """Bad input: one clear message with the value, what was expected and the mend."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,6 +64,8 @@ BAD = {
                                r"initial_state.S has shape \[3, 2, 4, 4\]; expected \[2, 2, 4, 4\]"),
     "state in bfloat16": (dict(initial_state=State.initial(B, H, D, D, dtype=torch.bfloat16)), TypeError,
                           "states are float32 or float64"),
+    "state with another rest": (dict(initial_state=replace(State.initial(B, H, D, D), A_rest=_x(B, H, 3, 3))),
+                                ValueError, r"initial_state.A_rest has shape \[2, 2, 3, 3\]"),
     "state not definite": (dict(initial_state=State(_x(B, H, D, D), -_x(B, H, D, D), _x(B, H, D))), ValueError,
                            "not positive definite"),
 }

@@ -1,5 +1,6 @@
 """The recipe as a person meets it: what a run leaves behind, what bad input is answered with, every shipped configuration."""
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from callbacks import newest_complete, read_metrics
 from recipes import evaluate, prepare, pretrain
+from recipes.console import stopped_by
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--model.config.d_model", "16", "--data.n_pairs", "2", "--data.val_n_pairs", "[2]", "--data.val_rows", "16",
@@ -193,6 +195,14 @@ def test_signals_end_a_run_with_a_hint(tmp_path: Path) -> None:
         _, error = process.communicate(timeout=100)
         assert process.returncode == code and f"go on with python -m recipes.pretrain --resume {folder}" in error, error
         assert "Traceback" not in error and newest_complete(folder)
+
+
+def test_a_full_disk_ends_a_run_with_a_hint(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop, stopped_by(ValueError, hint="go on"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert stop.value.code == 3 and "No space left on device. Complete checkpoints are whole" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError), stopped_by(ValueError, hint="go on"):
+        raise FileNotFoundError(errno.ENOENT, "no such file")
 
 
 def test_any_folder_and_any_order_of_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
