@@ -92,13 +92,14 @@ def resolve(precision: str, k: Tensor, v: Tensor) -> Precision:
     if INTERPRETED and precision != "bf16":
         precision = "ieee"  # tf32 is not modelled
     if precision == "bf16" and small and not INTERPRETED:
-        # Triton 3.6 on Hopper: wrong results, and once an illegal access, for bfloat16 matmuls of tiles under 64 wide.
+        # Triton 3.6 on Hopper: `solve` with four warps is wrong for bfloat16 tiles under 64 wide (README, Faults met).
         precision = "tf32"
     if precision == "bf16":
-        return Precision("bf16", "tf32", "tf32x3", "tf32", False, torch.bfloat16)
+        return Precision("bf16", "tf32", "bf16x3", "tf32", False, torch.bfloat16)
     if precision == "tf32":
-        return Precision("tf32", "tf32", "tf32x3", "tf32", False, torch.float32)
-    return Precision(precision, precision, precision, precision, True, torch.float32)
+        return Precision("tf32", "tf32", "bf16x3", "tf32", False, torch.float32)
+    direction = "bf16x3" if precision == "tf32x3" else precision
+    return Precision(precision, precision, direction, precision, True, torch.float32)
 
 
 def _forward_precision(precision: str, k: Tensor, v: Tensor, u, M0, S0, rows: int, bounds, erase_key: str):
@@ -120,7 +121,7 @@ def _map_options(rule: str, erase_key: str, feature_map: str, scale: float, prec
 
 
 def _tables(k: Tensor, rows: int, bounds) -> Tables:
-    stretch = write_direction.stretch_tokens(*k.shape[:2])
+    stretch = write_direction.stretch_tokens(*k.shape)
     return tables(rows, k.shape[0] // rows, None if bounds is None else tuple(bounds), stretch, k.device)
 
 

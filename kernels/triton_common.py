@@ -22,7 +22,7 @@ class Precision:
     """How a call computes. Sums are always float32 or wider: this is about matmul inputs and what is kept.
 
     memory: matmul inputs of the delta rule, "bf16", "tf32", "tf32x3" or "ieee".  solve: of its triangular inverse.
-    direction: where A is carried along, "tf32x3" or "ieee".  reading: where it is only applied.
+    direction: where A is carried along, "bf16x3" or "ieee".  reading: where it is only applied.
     wide: A, Gram sums and the products with A in float64.
     store: dtype of intermediates that later kernels read.
     """
@@ -77,13 +77,40 @@ def leading_bits(x):
 
 
 @triton.jit
-def dot_onto(total, a, b, P: tl.constexpr):
-    """total + a @ b, summed in float32, with inputs as precise as P says."""
+def leading_byte(x):
+    """x cut to the 8 significant bits of a bfloat16."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pieces(x):
+    """Three bfloat16 tensors that add up to the float32 tensor x. By cutting, for rounding is slow on the GPU."""
+    first = leading_byte(x)
+    rest = x - first
+    second = leading_byte(rest)
+    return first.to(tl.bfloat16), second.to(tl.bfloat16), (rest - second).to(tl.bfloat16)
+
+
+@triton.jit
+def dot_onto(total, a, b, P: tl.constexpr, SHORT: tl.constexpr = 0):
+    """total + a @ b, summed in float32, with inputs as precise as P says; bf16x3, three bfloat16 parts a factor, is
+    float32 but for its last bits. SHORT: which factor (1, 2) has 16 significant bits only, 0 for none."""
     if P == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
     else:
         a, b = a.to(tl.float32), b.to(tl.float32)
-        if P == "tf32x3":
+        if P == "bf16x3":
+            a1, a2, a3 = pieces(a)
+            b1, b2, b3 = pieces(b)
+            if SHORT != 1:
+                total = tl.dot(a3, b1, total)
+            if SHORT != 2:
+                total = tl.dot(a1, b3, total)
+            total = tl.dot(a2, b2, total)
+            total = tl.dot(a2, b1, total)
+            total = tl.dot(a1, b2, total)
+            return tl.dot(a1, b1, total)
+        elif P == "tf32x3":
             # Triton's own tf32x3 tests every partial sum for NaN, which costs more than the matmuls of small tiles.
             a_lead, b_lead = leading_bits(a), leading_bits(b)
             total = tl.dot(a - a_lead, b_lead, total, input_precision="tf32")
@@ -94,15 +121,25 @@ def dot_onto(total, a, b, P: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, P: tl.constexpr):
+def dot(a, b, P: tl.constexpr, SHORT: tl.constexpr = 0):
     """a @ b, likewise."""
-    return dot_onto(tl.zeros([a.shape[0], b.shape[1]], tl.float32), a, b, P)
+    return dot_onto(tl.zeros([a.shape[0], b.shape[1]], tl.float32), a, b, P, SHORT)
 
 
 @triton.jit
-def dot_apart(a, b, P: tl.constexpr):
-    """a @ b; the three parts of tf32x3 side by side, not one after the other, for small tiles that wait on latency."""
-    if P == "tf32x3":
+def dot_apart(a, b, P: tl.constexpr, SHORT: tl.constexpr = 0):
+    """a @ b; the parts of the sum side by side, not one after the other, for small tiles that wait on latency."""
+    if P == "bf16x3":
+        a1, a2, a3 = pieces(a)
+        b1, b2, b3 = pieces(b)
+        rest = tl.dot(a2, b1, tl.dot(a2, b2))
+        other = tl.dot(a1, b2)
+        if SHORT != 1:
+            rest = tl.dot(a3, b1, rest)
+        if SHORT != 2:
+            other = tl.dot(a1, b3, other)
+        return tl.dot(a1, b1) + (rest + other)
+    elif P == "tf32x3":
         a_lead, b_lead = leading_bits(a), leading_bits(b)
         rest = tl.dot(a - a_lead, b_lead, input_precision="tf32") + tl.dot(a_lead, b - b_lead, input_precision="tf32")
         return rest + tl.dot(a_lead, b_lead, input_precision="tf32")

@@ -7,6 +7,8 @@ chunk's start, so that the map itself, a = X A − tril(X Wᵀ) W, and all of th
 Where x is u, a_t = W_t D_t^-1/2, which does not cancel.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -28,50 +30,65 @@ def round_to(x, unit):
 
 
 @triton.jit
-def unit_columns(x):
+def inverse_column_norm(x):
     squared = tl.sum(x * x, 0)
-    return x * tl.where(squared > 0, 1 / tl.sqrt(tl.where(squared > 0, squared, 1.0)), 0.0)[None, :]
+    return tl.where(squared > 0, 1 / tl.sqrt(tl.where(squared > 0, squared, 1.0)), 0.0)[None, :]
 
 
 @triton.jit
-def direction_columns(x, mask, F: tl.constexpr, FROM_KEY: tl.constexpr, WIDE: tl.constexpr):
-    """Unit penalty directions from the raw columns x [D, N]: float64, or float32 in multiples of 2⁻¹⁵.
-
-    Rounding a unit vector to float32 would leave the span of its repetitions; on the coarse grid Gram sums are exact.
-    """
+def direction_rows(u, columns, mask, F: tl.constexpr, FROM_KEY: tl.constexpr, WIDE: tl.constexpr):
+    """Some rows of the penalty directions of N tokens (columns), raw: float64 where WIDE."""
+    x = load(u, columns, mask)
     if FROM_KEY:
         x = feature(x, mask, F)
-    if WIDE:
-        return unit_columns(x.to(tl.float64))
-    else:
-        return round_to(unit_columns(x), 32768.0)
+    return x.to(tl.float64) if WIDE else x
 
 
 @triton.jit
 def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl.constexpr, SCALE: tl.constexpr,
-                D: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
-    """The directions of a stretch, and their Σ u uᵀ in float64. A vector in multiples of 2⁻¹⁵ is a pair of bfloat16
-    vectors whose products sum up exactly in float32, so the sum is exactly that of the directions, however many."""
+                D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
+    """The unit directions of a stretch, and R rows of their Σ u uᵀ in float64.
+
+    Directions are float64, or float32 in multiples of 2⁻¹⁵: rounding a unit vector to float32 would leave the span of
+    its repetitions, on the coarse grid sums are exact. Such a vector is a pair of bfloat16 vectors whose products sum
+    up exactly in float32 for GROUP * C = 256 tokens at least, so the sum is exactly that of the directions.
+    """
+    parts: tl.constexpr = D // R
     program = tl.program_id(0).to(tl.int64)
+    first, program = (program % parts).to(tl.int32) * R, program // parts
     stretch, head = program // H, program % H
     token, end = tl.load(stretches + stretch * 3), tl.load(stretches + stretch * 3 + 1)
     line = tl.arange(0, D)
-    total = tl.zeros([D, D], tl.float64)
-    for i in range(0, (end - token + C - 1) // C):
-        base, per_token, mask = token_places(token + i * C, end, head, H, C)
-        columns = per_token[None, :] * D + line[:, None]
-        U = load(u + base * D, columns, mask[None, :])
-        U = direction_columns(U, mask[None, :], F, FROM_KEY, WIDE)
-        tl.store(directions + base * D + columns, U * SCALE, mask=mask[None, :])
-        if WIDE:
-            total += dot_wide(U, tl.trans(U))
-        else:
-            high = round_to(U, 128.0)
-            low = (U - high) * 256.0
-            cross = dot(high, tl.trans(low), "bf16") * 0.00390625
-            total += dot(high, tl.trans(high), "bf16").to(tl.float64) + (cross + tl.trans(cross)).to(tl.float64)
-            total += (dot(low, tl.trans(low), "bf16") * 1.52587890625e-05).to(tl.float64)
-    tl.store(gram + program * D * D + line[:, None] * D + line[None, :], total * (SCALE * SCALE))
+    row = first + tl.arange(0, R)
+    total = tl.zeros([R, D], tl.float64)
+    for i in range(0, (end - token + GROUP * C - 1) // (GROUP * C)):
+        large = tl.zeros([R, D], tl.float32)
+        middle = tl.zeros([R, D], tl.float32)
+        small = tl.zeros([R, D], tl.float32)
+        for j in range(0, GROUP):
+            base, per_token, mask = token_places(token + (i * GROUP + j) * C, end, head, H, C)
+            mask = mask[None, :]
+            columns = per_token[None, :] * D + line[:, None]
+            some = per_token[None, :] * D + row[:, None]
+            U = direction_rows(u + base * D, columns, mask, F, FROM_KEY, WIDE)
+            scale = inverse_column_norm(U)
+            U = U * scale
+            V = direction_rows(u + base * D, some, mask, F, FROM_KEY, WIDE) * scale if R < D else U
+            if WIDE:
+                total += dot_wide(V, tl.trans(U))
+            else:
+                U, V = round_to(U, 32768.0), round_to(V, 32768.0)
+                high, high_rows = round_to(U, 128.0), round_to(V, 128.0)
+                low, low_rows = (U - high) * 256.0, (V - high_rows) * 256.0
+                large = dot_onto(large, high_rows, tl.trans(high), "bf16")
+                middle = dot_onto(middle, high_rows, tl.trans(low), "bf16")
+                middle = dot_onto(middle, low_rows, tl.trans(high), "bf16")
+                small = dot_onto(small, low_rows, tl.trans(low), "bf16")
+            tl.store(directions + base * D + some, V * SCALE, mask=mask)
+        if not WIDE:
+            total += large.to(tl.float64) + (middle * 0.00390625).to(tl.float64)
+            total += (small * 1.52587890625e-05).to(tl.float64)
+    tl.store(gram + program * D * D + row[:, None] * D + line[None, :], total * (SCALE * SCALE))
 
 
 @triton.jit
@@ -80,56 +97,67 @@ def inverse_kernel(matrices, inverses, D: tl.constexpr):
 
     A sweep of column c with pivot p is M − x xᵀ/p − 2 e eᵀ for x = c − e: no case for row and column of the pivot, and
     the last term, which no later sweep reads, is left to the end. After all sweeps M has become −M⁻¹. Where p is large
-    the row c/p comes out of a cancellation, p times float64's rounding: 1e-10 after a million tokens.
+    the row c/p comes out of a cancellation, p times float64's rounding: 1e-10 after a million tokens. A step sweeps two
+    columns, for its latency is that of the exchanges.
     """
     program = tl.program_id(0).to(tl.int64)
     line = tl.arange(0, D)
     r, c = line[:, None], line[None, :]
     at = r * D + c
     M = tl.load(matrices + program * D * D + at)
-    for j in range(0, D):
-        column = tl.sum(tl.where(c == j, M, 0.0), 1)
-        here = line == j
-        pivot = tl.sum(tl.where(here, column, 0.0), 0)
-        column = tl.where(here, column - 1.0, column)
-        M -= column[:, None] * (column * (1.0 / pivot))[None, :]
+    for i in range(0, D // 2):
+        j = 2 * i
+        first, second = tl.sum(tl.where(c == j, M, 0.0), 1), tl.sum(tl.where(c == j + 1, M, 0.0), 1)
+        pivot = tl.sum(tl.where(line == j, first, 0.0), 0)
+        across = tl.sum(tl.where(line == j + 1, first, 0.0), 0)
+        first = tl.where(line == j, first - 1.0, first)
+        scaled = first * (1.0 / pivot)
+        second -= scaled * across
+        next_pivot = tl.sum(tl.where(line == j + 1, second, 0.0), 0)
+        second = tl.where(line == j + 1, second - 1.0, second)
+        M = M - first[:, None] * scaled[None, :] - second[:, None] * (second * (1.0 / next_pivot))[None, :]
     M = tl.where(r == c, 2.0 - M, -M)
     tl.store(inverses + program * D * D + at, M.to(inverses.dtype.element_ty))
 
 
 @triton.jit
 def leaf_factor(G, N: tl.constexpr):
-    """G = L D Lᵀ, [N, N], symmetric: returns L⁻¹ and 1/diag(D). Two columns a step: a step waits on reductions."""
+    """G = L D Lᵀ, [N, N], symmetric: returns L⁻ᵀ and 1/diag(D). Two columns a step: a step waits on reductions.
+
+    Only sums along rows: in a matmul's layout they take a third of the exchanges that sums down columns do. So L⁻¹ is
+    kept transposed, and what was eliminated stays in G, where no later step reads it.
+    """
     line = tl.arange(0, N)
     r, c = line[:, None], line[None, :]
-    R = tl.where(r == c, 1.0, 0.0)
+    R = tl.where(r == c, 1.0, 0.0 * G)  # in G's layout
     for i in range(0, N // 2):
         j = 2 * i
         first, second = tl.sum(tl.where(c == j, G, 0.0), 1), tl.sum(tl.where(c == j + 1, G, 0.0), 1)
-        row, next_row = tl.sum(tl.where(r == j, G, 0.0), 0), tl.sum(tl.where(r == j + 1, G, 0.0), 0)
-        solved, next_solved = tl.sum(tl.where(r == j, R, 0.0), 0), tl.sum(tl.where(r == j + 1, R, 0.0), 0)
+        solved, next_solved = tl.sum(tl.where(c == j, R, 0.0), 1), tl.sum(tl.where(c == j + 1, R, 0.0), 1)
         pivot = tl.sum(tl.where(line == j, first, 0.0), 0)
         across = tl.sum(tl.where(line == j + 1, first, 0.0), 0)
         next_pivot = tl.sum(tl.where(line == j + 1, second, 0.0), 0)
         inverse = 1 / pivot
         ratio = across * inverse
+        next_pivot -= ratio * across
         factor = tl.where(line > j, first * inverse, 0.0)
-        next_factor = tl.where(line > j + 1, (second - factor * across) / (next_pivot - ratio * across), 0.0)
-        next_row -= ratio * row
+        next_factor = tl.where(line > j + 1, (second - factor * across) * (1 / next_pivot), 0.0)
         next_solved -= ratio * solved
-        G = G - factor[:, None] * row[None, :] - next_factor[:, None] * next_row[None, :]
-        R = R - factor[:, None] * solved[None, :] - next_factor[:, None] * next_solved[None, :]
+        row, next_row = factor[None, :], next_factor[None, :]
+        G = G - factor[:, None] * (row * pivot) - next_factor[:, None] * (next_row * next_pivot)
+        R = R - solved[:, None] * row - next_solved[:, None] * next_row
     return R, 1 / tl.sum(tl.where(r == c, G, 0.0), 1)
 
 
 @triton.jit
 def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, H, SCALE: tl.constexpr,
                   SAME: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-                  WIDE: tl.constexpr, P: tl.constexpr):
+                  WIDE: tl.constexpr, COARSE: tl.constexpr, P: tl.constexpr, NARROW: tl.constexpr):
     """Walks a stretch: A at every chunk's start to `starts`, W to `factors`; SAME: also the map of u itself.
 
     Tokens are columns here: [D, N] tiles keep all warps busy where [N, D] ones would not. The next leaf is loaded
-    while this one is worked on, for nothing else hides that latency.
+    while this one is worked on, for nothing else hides that latency. NARROW: the precision of matmuls whose second
+    factor has rows of N entries; P: of the others.
     """
     program = tl.program_id(0).to(tl.int64)
     stretch, head = program // H, program % H
@@ -151,10 +179,10 @@ def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, 
                 AU = dot_wide(A, U).to(tl.float32)
                 U = U.to(tl.float32)
             else:
-                AU = dot(A, U, P)
-            gram = dot_apart(tl.trans(U), AU, P) + tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
+                AU = dot(A, U, P, SHORT=COARSE * 2)
+            gram = dot_apart(tl.trans(U), AU, P, SHORT=COARSE) + tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
             R, pivots = leaf_factor(gram, N)
-            Y = dot_apart(AU, tl.trans(R), P)
+            Y = dot_apart(AU, R, NARROW)
             W = Y * tl.sqrt(pivots)[None, :]
             tl.store(factors + base_now * D + columns, W, mask=mask_now[None, :])
             if SAME:
@@ -169,7 +197,7 @@ def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, 
                 W64 = W.to(tl.float64)
                 A -= dot_wide(W64, tl.trans(W64))
             else:
-                A = dot_onto(A, W, tl.trans(-W), P)
+                A = dot_onto(A, W, tl.trans(-W), NARROW)
 
 
 @triton.jit
@@ -279,10 +307,10 @@ def direction_gradient_kernel(u, k, w, norms, b, later, du, dk, chunks, H, F: tl
         tl.store(dk + base + offsets, dK.to(dk.dtype.element_ty), mask=mask)
 
 
-def stretch_tokens(tokens: int, heads: int) -> int:
+def stretch_tokens(tokens: int, heads: int, d: int) -> int:
     """Tokens a stretch: long ones need few inverses, short ones give every processor its share of sequential work."""
-    length = 32 * CHUNK
-    while length > 4 * CHUNK and tokens * heads < 480 * length:
+    length, programs = 32 * CHUNK, 480 if d < 128 else 120  # four to a processor, or one
+    while length > 4 * CHUNK and tokens * heads < programs * length:
         length //= 2
     return length
 
@@ -299,14 +327,17 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
     from_key, device = u is None, k.device
     same = from_key and not raw
     options = dict(SCALE=scale, D=d, WIDE=precision.wide)
+    coarse = not precision.wide and math.frexp(scale)[0] == 0.5  # directions of 16 bits
     grid = (len(table.stretches) * heads,)
     matrices = torch.empty(len(table.stretches), heads, d, d, dtype=torch.float64, device=device)
     directions = torch.empty(tokens, heads, d, dtype=torch.float64 if precision.wide else torch.float32, device=device)
     raw_directions = k if from_key else u
     if precision.wide:
         raw_directions = raw_directions.float()  # Triton 3.6 compiles no float64 matmul of what it loads as bfloat16
-    gram_kernel[grid](raw_directions, directions, matrices, table.stretches, heads, **options, F=feature_map,
-                      FROM_KEY=from_key, C=64 if d < 128 else 32, num_warps=4 if d < 128 else 8)
+    rows = min(d, 64)
+    gram_kernel[(grid[0] * (d // rows),)](
+        raw_directions, directions, matrices, table.stretches, heads, **options, F=feature_map, FROM_KEY=from_key,
+        R=rows, C=32, GROUP=8, num_warps=4 if d < 128 else 8)
     M_last = scan(matrices, table, 2, M0)
     inverses = matrices if precision.wide else torch.empty_like(matrices, dtype=torch.float32)
     inverse_kernel[grid](matrices, inverses, D=d, num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
@@ -314,8 +345,11 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
     factors = torch.empty(tokens, heads, d, dtype=torch.float32, device=device)
     out = torch.empty(tokens, heads, d, dtype=precision.store, device=device)
     norms = torch.empty(tokens, heads, dtype=torch.float32, device=device) if unit else None
+    # Eight warps multiply by other instructions, which Triton 3.6 gets wrong for narrow bfloat16 rows (README).
+    narrow = "tf32x3" if d == 128 and precision.direction == "bf16x3" else precision.direction
     factor_kernel[grid](directions, inverses, starts, factors, out, norms, table.stretches, heads, **options, SAME=same,
-                        UNIT=unit, C=CHUNK, N=LEAF, P=precision.direction, num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
+                        UNIT=unit, C=CHUNK, N=LEAF, COARSE=int(coarse), P=precision.direction, NARROW=narrow,
+                        num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
     if not same:
         rows = CHUNK // 2 if precision.wide and d == 128 else CHUNK  # a float64 A of 128 x 128 leaves no more room
         map_kernel[(len(table.chunks) * heads * (CHUNK // rows),)](

@@ -4,14 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from kernel_cases import VARIANTS, make_inputs
+from torch.utils.checkpoint import checkpoint
 from triton_cases import CPU_CASES, errors
 
-from kernels import vla
+from kernels import triton_check, vla
 
 HERE = Path(__file__).parent
 
@@ -26,8 +28,11 @@ GPU_CASES |= {
     "packed, normalized": ("gain-key", "normalized", (1, 1400, 2, 64, 64), True, (0, 1, 65, 200, 263, 1300, 1400)),
     "many stretches": ("unit", "headwise", (1, 2500, 1, 64, 64), False, None),
 }
-# Float32 through tf32x3, float16 through tf32, bfloat16: the largest error of any output, state or gradient.
+# Float32 through float32-like matmuls, float16 through tf32, bfloat16: the largest error of any result or gradient.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# dλ0 = −Σ b_t·a_t: with the large λ0 that raw keys need, A is nearly I/λ0 and a unit write hardly turns with λ0. A sum
+# of 18 in lengths, Σ ‖b_t‖ ‖a_t‖, cancels to 0.003, and bfloat16's rounding of w and dw leaves 18 · 2⁻⁹ / √406 = 0.002.
+CANCELLED = {"unit-raw, headwise": {"dpenalty": 0.3}, "unit-raw, normalized": {"dpenalty": 0.3}}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +89,36 @@ except ValueError as error:
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_equals_the_chunked_path(name, dtype):
     found = errors(name, GPU_CASES, dtype, "cuda")
-    assert {key: error for key, error in found.items() if not error < BOUNDS[dtype]} == {}
+    bounds = CANCELLED.get(name, {}) if dtype == torch.bfloat16 else {}
+    assert {key: error for key, error in found.items() if not error < bounds.get(key, BOUNDS[dtype])} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_auto_takes_the_kernels_after_their_check(variant, dtype):
+    leaves, options = make_inputs(variant, "headwise", 1, 70, 3, 64, 64)
+    tensors = {key: None if leaves[key] is None else leaves[key].to("cuda", dtype).requires_grad_()
+               for key in ("q", "k", "v", "u", "beta", "g")}
+    options["penalty"] = leaves["penalty"].cuda()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a failed check warns
+        # In a checkpoint, whose recomputation must save as many tensors as the first run, with the check in it.
+        o = checkpoint(lambda: vla(**tensors, **options).o, use_reentrant=False)
+        o.float().sum().backward()
+    assert torch.equal(o, vla(**tensors, backend="triton", **options).o)
+
+
+@pytest.mark.gpu
+def test_auto_leaves_what_fails_the_check_to_pytorch(monkeypatch):
+    q = torch.randn(1, 30, 2, 16, device="cuda")
+    monkeypatch.setattr(triton_check, "check_error", lambda *_: 1.0)
+    monkeypatch.setattr(triton_check, "_verdicts", {})
+    monkeypatch.setattr(triton_check, "_faulty", set())
+    with pytest.warns(UserWarning, match="failed their check .*error 1.0..*'unit'.*head sizes 16 and 16"):
+        o = vla(q, q, q).o
+    assert torch.equal(o, vla(q, q, q, backend="chunked").o)
+    assert torch.equal(o, torch.compile(vla, fullgraph=True, backend="eager")(q, q, q).o)
 
 
 @pytest.mark.gpu
@@ -114,13 +148,13 @@ def test_non_contiguous_input():
 
 @pytest.mark.gpu
 def test_offsets_past_two_to_the_31():
-    """Takes about 26 GB of GPU memory."""
+    """Takes about 70 GB of GPU memory."""
     tokens, heads = 2**20 + 100, 32
-    q, k, v = (torch.randn(1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    inputs = [torch.randn(1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     bounds = torch.tensor([0, tokens - 300, tokens])
     with torch.no_grad():
-        whole = vla(q, k, v, write_rule="linear", readout="headwise", cu_seqlens=bounds, backend="triton").o[:, -300:]
-        alone = vla(*(x[:, -300:] for x in (q, k, v)), write_rule="linear", readout="headwise", backend="triton").o
+        whole = vla(*inputs, readout="headwise", cu_seqlens=bounds, backend="triton").o[:, -300:]
+        alone = vla(*(x[:, -300:] for x in inputs), readout="headwise", backend="triton").o
     assert (whole.float() - alone.float()).norm() < 1e-2 * alone.float().norm()
 
 
@@ -129,7 +163,7 @@ def test_compiles_to_one_graph():
     q, k, v, u = (torch.randn(2, 130, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
 
     def f(*inputs):
-        return vla(*inputs, readout="headwise", backend="triton").o
+        return vla(*inputs, readout="headwise").o  # backend "auto"
 
     compiled = torch.compile(f, fullgraph=True)
     plain = torch.autograd.grad(f(q, k, v, u).float().sum(), (q, k, v, u))
