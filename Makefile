@@ -27,6 +27,7 @@ $(READY): pyproject.toml
 	  echo "no NVIDIA driver found: installing the CPU build of torch"; \
 	  $(BIN)/pip install --quiet uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu 'torch>=2.11,<2.14'; \
 	fi
+	@echo "installing into $(VENV): about 2 GB without a GPU, a minute or two"
 	$(BIN)/pip install --quiet -e '.[test]'
 	@touch $@
 

@@ -120,8 +120,8 @@ class RunFolder(SaveConfigCallback):
         begin = f"going on at step {self.resumed_step}" if self.resumed_step else "starting at step 0"
         rank_zero_info(
             f"{parameters:,} parameters, {trainer.precision} on {trainer.world_size} x {pl_module.device.type}; a step is "
-            f"{plan.rows_per_step} rows of {trainer.datamodule.row_tokens} tokens in {plan.accumulation} micro-batches of "
-            f"{plan.micro_rows} rows a rank; {begin} of {trainer.max_steps} in {self.run_dir}")
+            f"{plan.rows_per_step} rows of {trainer.datamodule.row_tokens} tokens (accumulation {plan.accumulation}, "
+            f"{plan.micro_rows} rows at once); {begin} of {trainer.max_steps} in {self.run_dir}")
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)

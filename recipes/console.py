@@ -18,7 +18,8 @@ DEFAULT_CONFIG = Path(__file__).parents[1] / "configs/mqar.yaml"
 
 # Notices of libraries about their own affairs, which a person who trains can do nothing about.
 _NOTICES = ("litlogger", "`weights_only` was not set", "isinstance(treespec, LeafSpec)", "does not have many workers",
-            "torch.jit.script", "TPU available", "It is recommended to use `self.log(", "smaller than the logging interval")
+            "torch.jit.script", "TPU available", "It is recommended to use `self.log(", "smaller than the logging interval",
+            "Seed set to", "GPU available: ", "`Trainer.fit` stopped", "SLURM auto-requeueing")
 
 
 def arguments(argv: list[str]) -> list[str]:
@@ -93,7 +94,7 @@ def quiet_notices() -> None:
         return not any(notice in record.getMessage() for notice in _NOTICES)
 
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.trainer.connectors.checkpoint_connector",
-                 "lightning.fabric.utilities.rank_zero"):
+                 "lightning.fabric.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).addFilter(wanted)
     for notice in _NOTICES:
         warnings.filterwarnings("ignore", message=f"(?s).*{re.escape(notice)}")

@@ -28,7 +28,7 @@ def parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("checkpoint", type=str, help="A run's folder (its newest complete checkpoint), or a checkpoint.")
     parser.add_argument("--pairs", type=int, nargs="+", default=[4, 8, 16], help="Pairs to recall, a row of the grid each.")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256], help="Sequence lengths, a column each.")
-    parser.add_argument("--rows", type=int, default=512, help="Test sequences in each cell of the grid.")
+    parser.add_argument("--rows", type=int, help="Test sequences in each cell of the grid; 512, or 64 for a run on documents.")
     parser.add_argument("--batch_rows", type=int, default=64, help="Sequences evaluated at once.")
     parser.add_argument("--held_out_rows", type=int | None, default=None, help="Rows of held-out documents; null: all.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the MQAR test sequences.")
@@ -73,6 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     with bad_input():
         path = complete_checkpoint(args.checkpoint)
         source, settings = run_data(path)
+        args.rows = args.rows or (64 if source.endswith("DocumentsDataModule") else 512)
         model = load_model(path, device=args.device)
         shape, cells = recall_cells(args, source, settings, model)
         folder, documents = path.parent.parent if source else path.parent, None

@@ -80,6 +80,8 @@ def main(argv: list[str] | None = None) -> None:
     name = shlex.quote(str(cli.run_dir))
     with stopped_by(NonFiniteError, CheckpointError, hint=f"go on with python -m recipes.pretrain --resume {name}"):
         trainer.fit(model, datamodule=data, ckpt_path=cli.checkpoint)
+    trainer.print(*(f"{metric[4:]:<36}{value:.4f}" for metric, value in sorted(trainer.callback_metrics.items())
+                    if metric.endswith(("exact_match", "bits_per_byte"))), sep="\n")
     trainer.print(f"\nresults in {cli.run_dir}\n  watch     tensorboard --logdir {name}\n"
                   f"  evaluate  python -m recipes.evaluate {name}")
 

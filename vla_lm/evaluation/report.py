@@ -58,6 +58,9 @@ def figure(results: dict[str, Any]) -> Figure:
         buckets = [bucket for bucket in results["documents"]["by_position"] if bucket["targets"]]
         axes.plot([(bucket["start"] + bucket["end"]) / 2 for bucket in buckets], [bucket["bits_per_byte"] for bucket in buckets], marker="o")
         axes.set(xlabel="position in the row (tokens)", ylabel="bits per byte", title="held-out documents", xscale="log")
+        ends = sorted({bucket["start"] or 1 for bucket in buckets} | {bucket["end"] for bucket in buckets})
+        axes.set_xticks(ends, [str(end) for end in ends])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
     return canvas
 
