@@ -11,13 +11,13 @@ from kernels.step import step
 
 try:
     from kernels.triton_backend import run as triton
-    from kernels.triton_check import trusted
+    from kernels.triton_check import faulty
 except ImportError:  # no Triton on this platform
     def triton(call) -> Output:
         raise ValueError("backend 'triton' needs the package triton, which is not installed here; "
                          "install it (Linux, x86-64), or use backend='chunked'")
 
-    def trusted(call) -> bool:
+    def faulty(call) -> bool:
         return False
 
 try:
@@ -65,11 +65,10 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
         cu_seqlens: document boundaries [0, …, T], int32 or int64 [N + 1]; B must be 1. State restarts at each.
         chunk_size: tokens worked on at once; changes speed, not the result. Also the spacing of diagnostics.
         diagnostics: return `Diagnostics` as well (costs an eigendecomposition per chunk for rules with A).
-        backend: "chunked" (PyTorch), "triton" (CUDA; head sizes 16, 32, 64, 128; not float64), "recurrent" (the same
-            limits and no gradient; token by token in one launch, for short stretches), "reference" (the token loop) or
-            "auto": "reference" with refresh; "triton" for a call that it takes, without diagnostics, after a small
-            call of the same kind was compared with "chunked" (once a process; a warning where they differ); else
-            "chunked".
+        backend: "chunked" (PyTorch), "triton" (CUDA; head sizes 16, 32, 64, 128; not float64; the first call of each
+            kind is preceded by a small one compared with "chunked", which takes over with a warning where they
+            differ), "recurrent" (the same limits and no gradient; token by token in one launch, for short stretches),
+            "reference" (the token loop) or "auto": "reference" with refresh, else "chunked".
 
     Returns: `Output`; o has the dtype of v, states are float32 (float64 for float64 input).
     Raises: ValueError or TypeError with the value, what was expected and the mend.
@@ -84,10 +83,10 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
                  initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
                  chunk_size=chunk_size, diagnostics=diagnostics)
     with torch.autocast(q.device.type, enabled=False):
-        if backend == "auto" and refresh is not None:
-            backend = "reference"
-        elif backend == "auto":
-            backend = "triton" if not diagnostics and trusted(call) else "chunked"
+        if backend == "auto":
+            backend = "chunked" if refresh is None else "reference"
+        elif backend == "triton" and faulty(call):
+            backend = "chunked"
         return BACKENDS[backend](call)
 
 

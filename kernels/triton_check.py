@@ -1,4 +1,4 @@
-"""Which calls go to the Triton kernels by themselves: those they take, after a comparison with the PyTorch path.
+"""Before the Triton kernels are used on a kind of call: a comparison with the PyTorch path.
 
 Some Triton versions miscompile some kernels on some GPUs, silently (flash-linear-attention issues 640, 826, 983). So
 the first call of each combination of sizes, dtype and rule is preceded by a small one, forward and (where gradients
@@ -23,17 +23,18 @@ _verdicts: dict[tuple, bool] = {}
 _faulty: set[tuple] = set()  # the kinds of which any check failed
 
 
-def trusted(call) -> bool:
-    """Whether the Triton kernels take this validated `arguments.Call` and were found right on its kind.
+def faulty(call) -> bool:
+    """Whether the Triton kernels were found wrong on the kind of this validated `arguments.Call`.
 
-    While torch.compile traces or a CUDA graph is captured no check can run: then a kind is trusted that has not failed.
+    False for calls that they refuse. While torch.compile traces or a CUDA graph is captured no check can run: then only
+    kinds that failed before are faulty.
     """
     if not call.q.is_cuda or unsupported(call) is not None:
         return False
     kind = (call.q.dtype, call.q.shape[-1], call.v.shape[-1], call.write_rule, call.erase_key, call.feature_map,
             call.readout, call.u_scale, call.u is None, call.beta is None, call.g is None)
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-        return kind not in _faulty
+        return kind in _faulty
     # A past, handed in or long, changes how A is carried where keys are their own directions.
     past = call.initial_state is not None or (call.u is None and call.q.shape[1] > LONG)
     key = (*kind, past, torch.is_grad_enabled(), call.q.device, torch.get_float32_matmul_precision())
@@ -41,7 +42,7 @@ def trusted(call) -> bool:
         _verdicts[key] = _check(call, past, torch.is_grad_enabled())
         if not _verdicts[key]:
             _faulty.add(kind)
-    return _verdicts[key]
+    return not _verdicts[key]
 
 
 def _check(call, past: bool, gradients: bool) -> bool:
