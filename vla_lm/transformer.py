@@ -70,7 +70,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Decoder-only language model whose sequence mixer is chosen by name.
 
-    Every matrix and embedding starts from N(0, init_std), every bias from 0, every norm weight from 1.
+    Every matrix and embedding starts from N(0, init_std), every bias from 0, every norm weight from 1. In the modern style
+    the last matrix of each branch starts from 0: a head-wise normalised read-out has length 1 whatever came in, and would
+    drown the embeddings of length init_std that it is added to.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -88,6 +90,10 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, std=config.init_std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        if config.style == "modern":
+            for layer in self.layers:
+                nn.init.zeros_(layer.mixer.to_out.weight)
+                nn.init.zeros_(layer.feed_forward.down.weight)
 
     def forward(
         self,
