@@ -1,3 +1,3 @@
-"""Before torch is imported: OpenMP threads that wait without spinning, as in the recipes."""
+"""Before torch is imported: OpenMP threads that spin but briefly, as in the recipes."""
 
 import recipes  # noqa: F401
