@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels import triton_delta_rule as delta_rule
@@ -13,26 +12,12 @@ from kernels import triton_delta_rule_backward as delta_rule_backward
 from kernels import triton_write_direction as write_direction
 from kernels.features import DENOMINATOR_EPS, HEAD_NORM_EPS
 from kernels.state import PENALTY_RULES, Output, State
-from kernels.triton_common import CHUNK, Precision, Tables, tables
+from kernels.triton_common import CHUNK, INTERPRETED, Precision, Tables, tables, unsupported
 from kernels.write_direction import checked_inverse, spd_inverse
 
-HEAD_SIZES = (16, 32, 64, 128)
-INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run in Python on the CPU
 PRECISIONS = ("bf16", "tf32", "tf32x3", "ieee")
 LONG = 8192  # tokens
 NAMES = ("w", "norms", "starts", "factors", "inverse", "Z", "E", "states", "z", "scales")  # kept for the backward pass
-
-
-def unsupported(call) -> str | None:
-    """Why these kernels do not take a call, as the end of a sentence; None where they do."""
-    dk, dv = call.q.shape[-1], call.v.shape[-1]
-    if dk not in HEAD_SIZES or dv not in HEAD_SIZES:
-        return f"head sizes {', '.join(map(str, HEAD_SIZES))} only, not {dk} (keys) and {dv} (values)"
-    if call.q.dtype == torch.float64:
-        return "bfloat16, float16 and float32 only, not float64"
-    if call.q.device.type != "cuda" and not INTERPRETED:
-        return f"CUDA tensors only, not {call.q.device.type} ones (or TRITON_INTERPRET=1 from the start, for tests)"
-    return None
 
 
 def run(call, precision: str | None = None) -> Output:

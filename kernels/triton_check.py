@@ -15,7 +15,8 @@ import triton
 
 from kernels.chunked import chunked
 from kernels.state import State
-from kernels.triton_backend import LONG, run, unsupported
+from kernels.triton_backend import LONG, run
+from kernels.triton_common import unsupported
 
 TOKENS = 130  # two whole chunks and a piece of one
 BOUNDS = {torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # tf32 and bf16 rounding stay well below

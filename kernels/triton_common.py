@@ -1,4 +1,4 @@
-"""What the Triton kernels share: the chunk tables of a call, matmul precision, feature maps and unit rows.
+"""What the Triton kernels share: which calls they take, a call's chunk tables, matmul precision, features, unit rows.
 
 Every call, dense or packed, is seen as sequences on one line of tokens: [B, T, H, D] is read as [B*T, H, D] and a table
 says where each sequence, each stretch and each chunk begins and ends. Kernels walk these tables, so that lengths
@@ -15,6 +15,20 @@ from torch import Tensor
 
 CHUNK = 64  # tokens a chunk of the memory; a multiple of the 16-row leaf
 LEAF = 16  # tokens between two updates of A
+HEAD_SIZES = (16, 32, 64, 128)
+INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run in Python on the CPU
+
+
+def unsupported(call) -> str | None:
+    """Why these kernels do not take a call, as the end of a sentence; None where they do."""
+    dk, dv = call.q.shape[-1], call.v.shape[-1]
+    if dk not in HEAD_SIZES or dv not in HEAD_SIZES:
+        return f"head sizes {', '.join(map(str, HEAD_SIZES))} only, not {dk} (keys) and {dv} (values)"
+    if call.q.dtype == torch.float64:
+        return "bfloat16, float16 and float32 only, not float64"
+    if call.q.device.type != "cuda" and not INTERPRETED:
+        return f"CUDA tensors only, not {call.q.device.type} ones (or TRITON_INTERPRET=1 from the start, for tests)"
+    return None
 
 
 @dataclass(frozen=True)

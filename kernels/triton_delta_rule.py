@@ -1,4 +1,4 @@
-"""The memory S_t = e^g S + β e wᵀ with e = v − e^g S κ, read at every token: forward, chunk-parallel (DESIGN §2).
+"""The memory S_t = e^g S + β e wᵀ with e = v − e^g S κ, read at every token: forward, chunk-parallel.
 
 With N = tril(D ⊙ K Wᵀ, −1), D_ts = e^{G_t − G_s}, T = (I + diag(β) N)⁻¹ and H = Sᵀ, a chunk that starts from H₀ writes
 E = diag(β) e = Y − Z H₀ with Y = T diag(β) V and Z = T diag(β e^G) K. Three kernels: `solve` (T, Y, Z of all chunks),

@@ -22,12 +22,10 @@ from torch import Tensor
 from kernels.features import DENOMINATOR_EPS, HEAD_NORM_EPS
 from kernels.state import PENALTY_RULES, Output, State
 from kernels.step import step
-from kernels.triton_common import feature
+from kernels.triton_common import feature, unsupported
 
-HEAD_SIZES = (16, 32, 64, 128)
 STEP_BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # largest error of o of the self-check
 _verdicts: dict[tuple, bool] = {}
-INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the kernel runs in Python on the CPU
 
 
 @triton.jit
@@ -209,18 +207,6 @@ def _outputs(v, n, heads, dk, rule, normalized, keep):
     return (torch.empty_like(v), tensor(keep, n, heads, dk, v.shape[-1]),
             tensor(keep and rule in ("unit", "gain"), n, heads, dk, dk, dtype=torch.float64),
             tensor(keep and normalized, n, heads, dk))
-
-
-def unsupported(call) -> str | None:
-    """Why this kernel does not take a call, as the end of a sentence; None where it does."""
-    dk, dv = call.q.shape[-1], call.v.shape[-1]
-    if dk not in HEAD_SIZES or dv not in HEAD_SIZES:
-        return f"head sizes {', '.join(map(str, HEAD_SIZES))} only, not {dk} (keys) and {dv} (values)"
-    if call.q.dtype == torch.float64:
-        return "bfloat16, float16 and float32 only, not float64"
-    if call.q.device.type != "cuda" and not INTERPRETED:
-        return f"CUDA tensors only, not {call.q.device.type} ones (or TRITON_INTERPRET=1 from the start, for tests)"
-    return None
 
 
 def wants_gradient(call) -> bool:

@@ -1,4 +1,4 @@
-"""a_t = A_t x_t with A_t = (M_0 + Σ_{s<=t} u_s u_sᵀ)⁻¹ for all tokens, and its gradient, in Triton (DESIGN §2).
+"""a_t = A_t x_t with A_t = (M_0 + Σ_{s<=t} u_s u_sᵀ)⁻¹ for all tokens, and its gradient, in Triton.
 
 A sequence is cut into stretches. Gram sums of the stretches, their prefix sums and the inverse at each stretch's start
 are float64 (λ0 = 0.1 would be lost beside a sum over T tokens). From there one program walks its stretch in leaves of
