@@ -108,13 +108,13 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dS_last, _, __):
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):  # backward() may be called inside one
-            return _DeltaRule._gradients(ctx, do, dS_last)
+        saved = ctx.saved_tensors  # once: under activation checkpointing a second look computes them again
+        with torch.autocast(saved[0].device.type, enabled=False):  # backward() may be called inside one
+            return _DeltaRule._gradients(*saved, ctx.grid, do, dS_last)
 
     @staticmethod
-    def _gradients(ctx, do, dS_last):
-        q, erase, P, g, E, H = ctx.saved_tensors
-        grid, decay = ctx.grid, _Decay(g)
+    def _gradients(q, erase, P, g, E, H, grid, do, dS_last):
+        decay = _Decay(g)
         do = E.new_zeros(E.shape) if do is None else do
         dH_last = H.new_zeros(grid.sequences * grid.heads, *H.shape[1:]) if dS_last is None else dS_last.mT
         opening = decay.since_start(q).mT

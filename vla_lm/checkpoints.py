@@ -14,7 +14,7 @@ from vla_lm.optimization import learning_rate_factor
 
 _STEP = re.compile(r"step=(\d+)")
 # Fields of ModelConfig that change how, not what, is computed.
-_IMMATERIAL = {"chunk_size", "backend", "init_std"}
+_IMMATERIAL = {"chunk_size", "backend", "init_std", "activation_checkpointing"}
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> LanguageModel:

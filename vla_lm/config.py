@@ -57,6 +57,8 @@ class ModelConfig:
     """Width of the causal depthwise convolution with SiLU on q, k, v; 0: none. null: 0 (paper), 4 (modern)."""
     chunk_size: int = 64
     """Chunk of the parallel form: changes speed and memory, not the result."""
+    activation_checkpointing: bool = False
+    """Keep only what enters each block and compute the block again in the backward pass: less memory, a third more time."""
     backend: str = "auto"
     """Implementation of the operator: auto, chunked, triton (CUDA), reference."""
     tie_embeddings: bool = True
@@ -93,6 +95,8 @@ class ModelConfig:
             raise ValueError(f"penalty is {self.penalty!r}: A_0 = I / lambda_0 must fit float32, use for example 0.1")
         if not self.init_std > 0:
             raise ValueError(f"init_std is {self.init_std!r}: use a number above 0, such as 0.02")
+        if not isinstance(self.activation_checkpointing, bool):
+            raise ValueError(f"activation_checkpointing is {self.activation_checkpointing!r}: use true or false")
         self._check_combination()
 
     def _check_combination(self) -> None:
@@ -170,6 +174,9 @@ class OptimizerConfig:
     """wsd: the last share of all steps, over which the rate falls to `min_ratio`."""
     min_ratio: float = 0.0
     """Last learning rate as a share of the peak."""
+    implementation: Literal["torch", "fused", "deepspeed_cpu"] = "torch"
+    """Who computes the same AdamW: torch (PyTorch's own choice), fused (PyTorch's single pass, CUDA and CPU), deepspeed_cpu
+    (DeepSpeed's for states offloaded to the CPU; compiled at its first use)."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
@@ -183,6 +190,8 @@ class OptimizerConfig:
             raise ValueError(f"eps is {self.eps!r}: use a number above 0, such as 1e-8")
         if self.schedule not in ("cosine", "wsd", "constant"):
             raise ValueError(f"schedule {self.schedule!r} is unknown: use one of cosine, wsd, constant")
+        if self.implementation not in ("torch", "fused", "deepspeed_cpu"):
+            raise ValueError(f"implementation {self.implementation!r} is unknown: use one of torch, fused, deepspeed_cpu")
         if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps is {self.warmup_steps!r}: use 0 or more optimizer steps")
         for name in ("decay_fraction", "min_ratio"):

@@ -66,9 +66,22 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """AdamW over `parameter_groups`."""
+    """AdamW over `parameter_groups`, by the configured implementation.
+
+    Raises:
+        ValueError: DeepSpeed's cannot be compiled here.
+    """
     groups = parameter_groups(model, config.weight_decay)
-    return AdamW(groups, lr=config.learning_rate, betas=tuple(config.betas), eps=config.eps)
+    settings = dict(lr=config.learning_rate, betas=tuple(config.betas), eps=config.eps)
+    if config.implementation == "deepspeed_cpu":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # deepspeed takes seconds to import
+
+        try:
+            return DeepSpeedCPUAdam(groups, **settings)  # AdamW is its default mode
+        except Exception as error:
+            raise ValueError(f"model.optimizer.implementation deepspeed_cpu cannot be compiled here ({error}): install a C++ "
+                             "compiler and ninja, or use fused") from error
+    return AdamW(groups, fused=config.implementation == "fused" or None, **settings)
 
 
 def check_learning_rate(optimizer: Optimizer, config: OptimizerConfig, step: int, max_steps: int) -> None:

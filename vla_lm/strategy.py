@@ -2,10 +2,13 @@
 
 import math
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from torch import Tensor
 
@@ -17,6 +20,10 @@ OWNED = {
     "fp16": "set trainer.precision",
     "bf16": "set trainer.precision",
 }
+
+# DeepSpeed's own autocast. It would also send the gradients of the listed modules over the network in bfloat16 and
+# round their sums: by default it lists none, and every sum is taken in float32 as DDP takes it.
+AUTOCAST = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
 
 
 def check_trainer(trainer: Trainer, backend: str) -> None:
@@ -57,6 +64,17 @@ def check_trainer(trainer: Trainer, backend: str) -> None:
         )
 
 
+class AutocastPrecision(DeepSpeedPrecision):
+    """bf16-mixed with the meaning it has without DeepSpeed: weights, gradients and their sums float32, matmuls bfloat16."""
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+    def forward_context(self) -> AbstractContextManager:
+        """For calls beside the engine, such as a callback's probe; the engine's own come to the same."""
+        return torch.autocast("cuda" if torch.cuda.is_available() else "cpu", dtype=torch.bfloat16)
+
+
 class ShardedStrategy(DeepSpeedStrategy):
     """ZeRO stage 1, 2 or 3 that trains exactly like DDP.
 
@@ -64,9 +82,14 @@ class ShardedStrategy(DeepSpeedStrategy):
 
     - `DeepSpeedEngine.backward` divides the loss by the accumulation, which Lightning has divided already: it is told
       not to (`scale_wrt_gas=False`).
+    - Precision bf16-mixed casts the parameters to bfloat16 in Lightning: here it is DeepSpeed's `torch_autocast`, so that
+      parameters, masters, gradients and their sums over ranks are float32 and matmuls bfloat16, as under DDP. The lean
+      form is bf16-true: bfloat16 parameters beside float32 masters.
     - Gradients are accumulated in float32 (`data_types.grad_accum_dtype`); DeepSpeed's default is the model's dtype.
     - A step with a non-finite gradient is skipped by the engine while Lightning counts it: here it raises, on all ranks
       together, with the weights untouched. Dynamic loss scaling (fp16) skips steps on purpose and is left alone.
+    - The engine's step counters must agree with the trainer's: checked before each step, and the engine's count of
+      micro-batches, which it does not save, is set to steps x accumulation when a checkpoint is loaded.
     - `config` adds to the arguments. Lightning's own discards every argument when a config is given.
     - The micro-batch size, which DeepSpeed needs for its log alone, is not read from the data loader: that would build
       the loader before a checkpoint is restored.
@@ -79,6 +102,7 @@ class ShardedStrategy(DeepSpeedStrategy):
     Raises:
         ValueError: another stage, or a config that names a setting which belongs elsewhere.
         FloatingPointError: a gradient was not finite.
+        RuntimeError: the engine and the trainer have taken different numbers of steps.
     """
 
     def __init__(self, stage: int = 1, config: dict[str, Any] | str | None = None, **options: Any) -> None:
@@ -98,17 +122,47 @@ class ShardedStrategy(DeepSpeedStrategy):
     def _load_config(self, config: Any) -> None:
         """Nothing: `__init__` merges the config, and the environment variable's, instead of replacing the arguments."""
 
+    @property
+    def precision_plugin(self) -> Any:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if isinstance(plugin, DeepSpeedPrecision):
+            if plugin.precision == "bf16-mixed":
+                self.config = _merged({"torch_autocast": AUTOCAST}, self.config, {"bf16": {"enabled": False}})
+            if self.config.get("torch_autocast", {}).get("dtype") == "bfloat16":
+                self.config = _merged({"torch_autocast": AUTOCAST}, self.config)
+                plugin = AutocastPrecision(plugin.precision)
+        self._precision_plugin = plugin
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        content = super().load_checkpoint(*args, **kwargs)
+        self.set_steps(self.deepspeed_engine.global_steps)
+        return content
+
+    def set_steps(self, steps: int) -> None:
+        """Make the engine's counters those of a run that has taken `steps` optimizer steps at the present accumulation."""
+        engine = self.deepspeed_engine
+        engine.global_steps = steps
+        engine.micro_steps = steps * engine.gradient_accumulation_steps()
+        engine.global_samples = steps * engine.train_batch_size()
+
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self.deepspeed_engine
+        engine, step = self.deepspeed_engine, self.lightning_module.trainer.global_step
+        if engine.global_steps != step:
+            raise RuntimeError(
+                f"DeepSpeed has taken {engine.global_steps} optimizer steps and the trainer {step}: the checkpoint that "
+                "was loaded is inconsistent; resume from an older one"
+            )
         skipped = engine.skipped_steps
         result = super().optimizer_step(*args, **kwargs)
         if engine.skipped_steps > skipped and not engine.fp16_enabled():
-            step = self.lightning_module.trainer.global_step + 1
             raise FloatingPointError(
-                f"optimizer step {step}: a gradient is not finite; the weights are those of step {step - 1}. "
+                f"optimizer step {step + 1}: a gradient is not finite; the weights are those of step {step}. "
                 "Resume from the last checkpoint with a smaller gradient_clip_val, or start anew, learning rate lower"
             )
         return result

@@ -1,10 +1,12 @@
 """The language model: token ids to logits, in the paper's style and in a modern one."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from kernels import Diagnostics
 from vla_lm.attention import build_mixer
@@ -132,8 +134,11 @@ class Transformer(nn.Module):
         if self.positions is not None:
             x = x + self._position_embedding(tokens, packing, states, fresh)
         new_states, found = [], {}
+        again = self.config.activation_checkpointing and torch.is_grad_enabled()
         for number, layer in enumerate(self.layers):
-            x, state, measured = layer(
+            # Nothing in a block draws random numbers, so no generator's state is kept for its second run.
+            run = partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False) if again else layer
+            x, state, measured = run(
                 x, packing=packing, state=None if states is None else states[number], fresh=fresh,
                 return_state=return_states, diagnostics=diagnostics,
             )

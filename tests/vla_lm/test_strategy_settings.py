@@ -1,8 +1,12 @@
 """What ShardedStrategy tells DeepSpeed. Training under it is tested in tests/distributed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+from lightning.pytorch.plugins import DeepSpeedPrecision
+from torch import nn
 
 from vla_lm.strategy import ShardedStrategy
 
@@ -24,6 +28,42 @@ def test_a_config_adds_to_the_arguments(tmp_path, monkeypatch):
         assert got["data_types"] == {"grad_accum_dtype": "fp32"}
     monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(tmp_path / "deepspeed.json"))
     assert ShardedStrategy(stage=3).config["zero_optimization"]["stage"] == 3
+
+
+def test_bf16_mixed_keeps_float32_weights_and_sums():
+    """Lightning's own plugin would have DeepSpeed cast the parameters."""
+    strategy = ShardedStrategy(stage=3)
+    strategy.precision_plugin = DeepSpeedPrecision("bf16-mixed")
+    assert strategy.config["torch_autocast"] == {
+        "enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}  # fmt: skip
+    assert strategy.config["bf16"] == {"enabled": False}
+    data = {"x": torch.ones(2)}
+    assert strategy.precision_plugin.convert_input(data) is data
+    with strategy.precision_plugin.val_step_context():
+        assert nn.Linear(2, 2)(data["x"]).dtype == torch.bfloat16
+
+
+def test_which_sums_are_sent_in_bfloat16_can_be_chosen():
+    listed = ["torch.nn.modules.linear.Linear"]
+    strategy = ShardedStrategy(stage=3, config={"torch_autocast": {"lower_precision_safe_modules": listed}})
+    strategy.precision_plugin = DeepSpeedPrecision("bf16-mixed")
+    assert strategy.config["torch_autocast"]["lower_precision_safe_modules"] == listed
+    assert strategy.config["torch_autocast"]["enabled"] is True
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_other_precisions_are_lightning_s(precision):
+    strategy = ShardedStrategy(stage=1)
+    strategy.precision_plugin = plugin = DeepSpeedPrecision(precision)
+    assert strategy.precision_plugin is plugin and "torch_autocast" not in strategy.config
+
+
+def test_the_engine_and_the_trainer_must_have_taken_as_many_steps():
+    strategy = ShardedStrategy(stage=1)
+    strategy.model = SimpleNamespace(global_steps=4, skipped_steps=0)
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(global_step=6))
+    with pytest.raises(RuntimeError, match="DeepSpeed has taken 4 optimizer steps and the trainer 6"):
+        strategy.optimizer_step(None, None)
 
 
 @pytest.mark.parametrize(
