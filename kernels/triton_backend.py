@@ -152,8 +152,8 @@ def _(q, k, v, u, beta, g, M0, S0, z0, rows, bounds, rule, erase_key, feature_ma
         torch.empty_like(v), tensor(penal, n, heads, dk, dk, dtype=torch.float64), tensor(True, n, heads, dk, dv),
         tensor(normalized, n, heads, dk), tensor(penal, tokens, heads, dk, dtype=p.store),
         tensor(penal and rule == "unit", tokens, heads),
-        tensor(penal, chunks, heads, dk, dk, dtype=torch.float64 if p.wide else torch.float32),
-        tensor(penal, tokens, heads, dk),
+        *(tensor(penal, *shape, dk, dtype=torch.float64 if p.wide else torch.float32)
+          for shape in ((chunks, heads, dk), (tokens, heads))),
         tensor(erase, chunks * heads, CHUNK, CHUNK, dtype=p.store), tensor(erase, tokens, heads, dk, dtype=p.store),
         tensor(erase, tokens, heads, dv, dtype=p.store), tensor(True, chunks, heads, dk, dv, dtype=p.store),
         tensor(normalized, chunks, heads, dk), tensor(True, tokens, heads)]

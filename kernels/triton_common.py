@@ -108,7 +108,7 @@ def pieces(x):
 @triton.jit
 def dot_onto(total, a, b, P: tl.constexpr, SHORT: tl.constexpr = 0):
     """total + a @ b, summed in float32, with inputs as precise as P says; bf16x3, three bfloat16 parts a factor, is
-    float32 but for its last bits. SHORT: which factor (1, 2) has 16 significant bits only, 0 for none."""
+    float32 but for its last bits. Matrices or batches of them. SHORT: which factor (1, 2) has 16 significant bits only, 0 for none."""
     if P == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
     else:
@@ -137,7 +137,10 @@ def dot_onto(total, a, b, P: tl.constexpr, SHORT: tl.constexpr = 0):
 @triton.jit
 def dot(a, b, P: tl.constexpr, SHORT: tl.constexpr = 0):
     """a @ b, likewise."""
-    return dot_onto(tl.zeros([a.shape[0], b.shape[1]], tl.float32), a, b, P, SHORT)
+    if len(a.shape) == 3:
+        return dot_onto(tl.zeros([a.shape[0], a.shape[1], b.shape[2]], tl.float32), a, b, P, SHORT)
+    else:
+        return dot_onto(tl.zeros([a.shape[0], b.shape[1]], tl.float32), a, b, P, SHORT)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_common import CHUNK, Precision, Tables, dot, feature, load, places, scan, token_places, unit_rows
+from kernels.triton_common import (CHUNK, LEAF, Precision, Tables, dot, feature, load, places, scan, token_places,
+                                   unit_rows)
 
 SMALLEST_BETA = 1e-7  # stands in for β nearer to 0, so that e = E/β can be had back; below float32's own rounding of e
 
@@ -70,23 +71,37 @@ def masked_decay(x, G, keep, HAS_G: tl.constexpr):
 
 
 @triton.jit
-def unit_lower_inverse(L, C: tl.constexpr, P: tl.constexpr):
-    """(I + L)⁻¹ of a strictly lower [C, C] by exact 2x2 block inverses, doubling the block: never powers of L."""
-    line = tl.arange(0, C)
-    r, c = line[:, None], line[None, :]
+def double_blocks(T, L, r, c, level: tl.constexpr, P: tl.constexpr):
+    """Inverses T of diagonal blocks of 2^level of I + L to those of twice the size. r, c: row and column numbers."""
+    pair = ((r >> (level + 1)) == (c >> (level + 1))) & (((r >> level) & 1) == 1) & (((c >> level) & 1) == 0)
+    return T - dot(T, dot(tl.where(pair, L, 0.0), T, P), P)
+
+
+@triton.jit
+def unit_lower_inverse(L, C: tl.constexpr, N: tl.constexpr, P: tl.constexpr):
+    """(I + L)⁻¹ of a strictly lower [C, C] by exact 2x2 block inverses, doubling the block: never powers of L.
+
+    Up to blocks of N = 16 the diagonal blocks are worked on apart, [C/N, N, N]; the rest of [C, C] would be zeros.
+    """
+    block, line = tl.arange(0, C // N), tl.arange(0, N)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    leaf = tl.sum(tl.where(own, tl.reshape(L, [C // N, N, C // N, N]), 0.0), 2)
+    r, c = line[None, :, None], line[None, None, :]
     pair = ((r >> 1) == (c >> 1)) & ((r & 1) == 1) & ((c & 1) == 0)
-    T = tl.where(r == c, 1.0, 0.0) - tl.where(pair, L, 0.0)
-    for level in tl.static_range(1, 6):
-        if (1 << level) < C:
-            pair = ((r >> (level + 1)) == (c >> (level + 1))) & (((r >> level) & 1) == 1) & (((c >> level) & 1) == 0)
-            T -= dot(T, dot(tl.where(pair, L, 0.0), T, P), P)
+    T = tl.where(r == c, 1.0, 0.0) - tl.where(pair, leaf, 0.0)
+    for level in tl.static_range(1, 4):
+        T = double_blocks(T, leaf, r, c, level, P)
+    T = tl.reshape(tl.where(own, T[:, :, None, :], 0.0), [C, C])
+    line = tl.arange(0, C)
+    for level in tl.static_range(4, 6):
+        T = double_blocks(T, L, line[:, None], line[None, :], level, P)
     return T
 
 
 @triton.jit
 def solve_kernel(k, w, v, beta, g, inverse, Y, Z, chunks, H, F: tl.constexpr, UNIT: tl.constexpr, HAS_W: tl.constexpr,
                  HAS_BETA: tl.constexpr, HAS_G: tl.constexpr, SMALLEST: tl.constexpr, DK: tl.constexpr,
-                 DV: tl.constexpr, C: tl.constexpr, P: tl.constexpr, SOLVE: tl.constexpr):
+                 DV: tl.constexpr, C: tl.constexpr, LEAF: tl.constexpr, P: tl.constexpr, SOLVE: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program // H, program % H
     token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
@@ -97,7 +112,7 @@ def solve_kernel(k, w, v, beta, g, inverse, Y, Z, chunks, H, F: tl.constexpr, UN
     b = load_beta(beta, token, end, head, H, C, HAS_BETA, SMALLEST)
     line = tl.arange(0, C)
     N = masked_decay(dot(K, tl.trans(W), P), G, line[:, None] > line[None, :], HAS_G)
-    T = unit_lower_inverse(N * b[:, None], C, SOLVE)
+    T = unit_lower_inverse(N * b[:, None], C, LEAF, SOLVE)
     tl.store(inverse + program * C * C + line[:, None] * C + line[None, :], T.to(inverse.dtype.element_ty))
     left = b * tl.exp(G) if HAS_G else b
     tl.store(Z + base + offsets, dot(T, K * left[:, None], P).to(Z.dtype.element_ty), mask=mask)
@@ -239,7 +254,7 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
         E = torch.empty(tokens, heads, dv, dtype=precision.store, device=device)
         Z = torch.empty(tokens, heads, dk, dtype=precision.store, device=device)
         solve_kernel[grid](keys.k, keys.w, v, beta, g, inverse, E, Z, table.chunks, heads, **key_options, **sizes,
-                           HAS_BETA=beta is not None, HAS_G=g is not None, SMALLEST=SMALLEST_BETA, P=precision.memory,
+                           HAS_BETA=beta is not None, HAS_G=g is not None, SMALLEST=SMALLEST_BETA, LEAF=LEAF, P=precision.memory,
                            SOLVE=precision.solve, num_warps=nw,
                            maxnreg=128 if nw == 4 and precision.memory == "bf16" else None)
     states = torch.empty(count, heads, dk, dv, dtype=precision.store, device=device)

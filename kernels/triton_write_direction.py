@@ -36,9 +36,9 @@ def inverse_column_norm(x):
 
 
 @triton.jit
-def direction_rows(u, columns, mask, F: tl.constexpr, FROM_KEY: tl.constexpr, WIDE: tl.constexpr):
-    """Some rows of the penalty directions of N tokens (columns), raw: float64 where WIDE."""
-    x = load(u, columns, mask)
+def direction_rows(x, mask, F: tl.constexpr, FROM_KEY: tl.constexpr, WIDE: tl.constexpr):
+    """Penalty directions of N tokens (columns) from what was loaded, not yet of unit length: float64 where WIDE."""
+    x = x.to(tl.float32)
     if FROM_KEY:
         x = feature(x, mask, F)
     return x.to(tl.float64) if WIDE else x
@@ -61,19 +61,24 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
     line = tl.arange(0, D)
     row = first + tl.arange(0, R)
     total = tl.zeros([R, D], tl.float64)
+    base, per_token, mask = token_places(token, end, head, H, C)
+    columns = per_token[None, :] * D + line[:, None]
+    some = per_token[None, :] * D + row[:, None]
+    ahead = tl.load(u + base * D + columns, mask=mask[None, :], other=0)
+    ahead_rows = tl.load(u + base * D + some, mask=mask[None, :], other=0) if R < D else ahead
     for i in range(0, (end - token + GROUP * C - 1) // (GROUP * C)):
         large = tl.zeros([R, D], tl.float32)
         middle = tl.zeros([R, D], tl.float32)
         small = tl.zeros([R, D], tl.float32)
         for j in range(0, GROUP):
-            base, per_token, mask = token_places(token + (i * GROUP + j) * C, end, head, H, C)
-            mask = mask[None, :]
-            columns = per_token[None, :] * D + line[:, None]
-            some = per_token[None, :] * D + row[:, None]
-            U = direction_rows(u + base * D, columns, mask, F, FROM_KEY, WIDE)
+            at, mask_now, x, y = base, mask, ahead, ahead_rows
+            base, _, mask = token_places(token + (i * GROUP + j + 1) * C, end, head, H, C)
+            ahead = tl.load(u + base * D + columns, mask=mask[None, :], other=0)
+            ahead_rows = tl.load(u + base * D + some, mask=mask[None, :], other=0) if R < D else ahead
+            U = direction_rows(x, mask_now[None, :], F, FROM_KEY, WIDE)
             scale = inverse_column_norm(U)
             U = U * scale
-            V = direction_rows(u + base * D, some, mask, F, FROM_KEY, WIDE) * scale if R < D else U
+            V = direction_rows(y, mask_now[None, :], F, FROM_KEY, WIDE) * scale if R < D else U
             if WIDE:
                 total += dot_wide(V, tl.trans(U))
             else:
@@ -84,7 +89,7 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
                 middle = dot_onto(middle, high_rows, tl.trans(low), "bf16")
                 middle = dot_onto(middle, low_rows, tl.trans(high), "bf16")
                 small = dot_onto(small, low_rows, tl.trans(low), "bf16")
-            tl.store(directions + base * D + some, V * SCALE, mask=mask)
+            tl.store(directions + at * D + some, V * SCALE, mask=mask_now[None, :])
         if not WIDE:
             total += large.to(tl.float64) + (middle * 0.00390625).to(tl.float64)
             total += (small * 1.52587890625e-05).to(tl.float64)
@@ -175,18 +180,19 @@ def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, 
             U, base_now, mask_now = ahead, base, mask
             base, _, mask = token_places(token + i * C + (j + 1) * N, end, head, H, N)
             ahead = tl.load(directions + base * D + columns, mask=mask[None, :], other=0)
+            eye = tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
             if WIDE:
-                AU = dot_wide(A, U).to(tl.float32)
-                U = U.to(tl.float32)
+                AU = dot_wide(A, U)
+                R, pivots = leaf_factor(dot_wide(tl.trans(U), AU) + eye, N)
+                Y = dot_wide(AU, R)
             else:
                 AU = dot(A, U, P, SHORT=COARSE * 2)
-            gram = dot_apart(tl.trans(U), AU, P, SHORT=COARSE) + tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
-            R, pivots = leaf_factor(gram, N)
-            Y = dot_apart(AU, R, NARROW)
+                R, pivots = leaf_factor(dot_apart(tl.trans(U), AU, P, SHORT=COARSE) + eye, N)
+                Y = dot_apart(AU, R, NARROW)
             W = Y * tl.sqrt(pivots)[None, :]
             tl.store(factors + base_now * D + columns, W, mask=mask_now[None, :])
             if SAME:
-                a = Y * (pivots * (1 / SCALE))[None, :]
+                a = (Y * (pivots * (1 / SCALE))[None, :]).to(tl.float32)
                 if UNIT:
                     squared = tl.sum(a * a, 0)
                     length = tl.sqrt(squared)
@@ -194,8 +200,7 @@ def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, 
                     a = a * tl.where(squared > 0, 1 / tl.where(squared > 0, length, 1.0), 0.0)[None, :]
                 tl.store(out + base_now * D + columns, a.to(out.dtype.element_ty), mask=mask_now[None, :])
             if WIDE:
-                W64 = W.to(tl.float64)
-                A -= dot_wide(W64, tl.trans(W64))
+                A -= dot_wide(W, tl.trans(W))
             else:
                 A = dot_onto(A, W, tl.trans(-W), NARROW)
 
@@ -203,11 +208,12 @@ def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, 
 @triton.jit
 def later_tokens(V, factors, H, head, token, end, first, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
                  P: tl.constexpr):
-    """tril(V Wᵀ) W for R rows V of a chunk, `first` of which come before them."""
+    """tril(V Wᵀ) W for R rows V of a chunk, `first` of which come before them. Where V is float64, so is V Wᵀ."""
     base, offsets, mask = places(token, end, head, H, D, C)
-    W = load(factors + base, offsets, mask)
+    W = tl.load(factors + base + offsets, mask=mask, other=0)
+    inner = dot_wide(V, tl.trans(W)).to(tl.float32) if V.dtype == tl.float64 else dot(V, tl.trans(W), P)
     lower = first + tl.arange(0, R)[:, None] >= tl.arange(0, C)[None, :]
-    return dot(tl.where(lower, dot(V, tl.trans(W), P), 0.0), W, P)
+    return dot(tl.where(lower, inner, 0.0), W, P)
 
 
 @triton.jit
@@ -225,16 +231,13 @@ def map_kernel(x, starts, factors, out, norms, chunks, H, F: tl.constexpr, RAW: 
     base, offsets, mask = places(token + first, end, head, H, D, R)
     V = feature(load(x + base, offsets, mask), mask, F)
     if WIDE:
-        V64 = V.to(tl.float64)
-        if not RAW:
-            squared64 = tl.sum(V64 * V64, 1)
-            V64 = V64 * tl.where(squared64 > 0, 1 / tl.sqrt(tl.where(squared64 > 0, squared64, 1.0)), 0.0)[:, None]
-        a = dot_wide(V64, start).to(tl.float32)
-        V = V64.to(tl.float32)
+        V = V.to(tl.float64)
+    if not RAW:
+        V = unit_rows(V)
+    if WIDE:
+        a = dot_wide(V, start).to(tl.float32)
     else:
-        if not RAW:
-            V = unit_rows(V)
-        a = dot(V, start, P)
+        a = dot(V, tl.trans(start), P)  # A is symmetric, and tf32 matmuls want it by columns
     a -= later_tokens(V, factors, H, head, token, end, first, R, D, C, P)
     if UNIT:
         squared = tl.sum(a * a, 1)
@@ -318,8 +321,8 @@ def stretch_tokens(tokens: int, heads: int, d: int) -> int:
 def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, feature_map: str, scale: float, raw: bool,
                 unit: bool, precision: Precision):
     """w = A_t x_t [tokens, H, D] in precision.store (with `unit` its direction), its lengths [tokens, H] float32 or
-    None, A at the chunks' starts [NC, H, D, D] (float32, wide: float64), the factors W [tokens, H, D] float32, and M
-    after the last token [N, H, D, D] float64.
+    None, A at the chunks' starts [NC, H, D, D] and the factors W [tokens, H, D] (float32, wide: float64), and M after the
+    last token [N, H, D, D] float64.
 
     k, u [tokens, H, D] raw (u None: the unit key); x = k̂, or φ(k) where raw; M0 [N, H, D, D] float64.
     """
@@ -342,7 +345,7 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
     inverses = matrices if precision.wide else torch.empty_like(matrices, dtype=torch.float32)
     inverse_kernel[grid](matrices, inverses, D=d, num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
     starts = torch.empty(len(table.chunks), heads, d, d, dtype=inverses.dtype, device=device)
-    factors = torch.empty(tokens, heads, d, dtype=torch.float32, device=device)
+    factors = torch.empty(tokens, heads, d, dtype=inverses.dtype, device=device)
     out = torch.empty(tokens, heads, d, dtype=precision.store, device=device)
     norms = torch.empty(tokens, heads, dtype=torch.float32, device=device) if unit else None
     # Eight warps multiply by other instructions, which Triton 3.6 gets wrong for narrow bfloat16 rows (README).
