@@ -74,17 +74,15 @@ def resolve(precision: str, k: Tensor, v: Tensor) -> Precision:
     if precision == "torch":
         precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     small = min(k.shape[-1], v.shape[-1]) < 64
-    if INTERPRETED and precision != "bf16":
-        precision = "ieee"  # tf32 is not modelled
     if precision == "bf16" and small and not INTERPRETED:
         # Triton 3.6 on Hopper: `solve` with four warps is wrong for bfloat16 tiles under 64 wide (README, Faults met).
         precision = "tf32"
     if precision == "bf16":
         return Precision("bf16", "tf32", "bf16x3", "tf32", False, torch.bfloat16)
-    if precision == "tf32":
-        return Precision("tf32", "tf32", "bf16x3", "tf32", False, torch.float32)
-    direction = "bf16x3" if precision == "tf32x3" else precision
-    return Precision(precision, precision, direction, precision, True, torch.float32)
+    matmul, direction = precision, "bf16x3" if precision.startswith("tf32") else precision
+    if INTERPRETED:  # models neither tf32 nor bfloat16
+        matmul = direction = "ieee"
+    return Precision(matmul, matmul, direction, matmul, precision != "tf32", torch.float32)
 
 
 def _forward_precision(precision: str, k: Tensor, v: Tensor, u, M0, S0, rows: int, bounds, erase_key: str):
@@ -96,9 +94,9 @@ def _forward_precision(precision: str, k: Tensor, v: Tensor, u, M0, S0, rows: in
     return replace(p, wide=True) if own and (S0 is not None or longest > LONG) else p
 
 
-def _plan(k: Tensor, w, rule: str, erase_key: str, feature_map: str, q: Tensor):
+def _plan(k: Tensor, write: write_direction.Map | None, rule: str, erase_key: str, feature_map: str, q: Tensor):
     unit = rule != "linear" and erase_key == "unit"
-    return delta_rule.Keys(q, k, w, unit, rule != "linear", feature_map)
+    return delta_rule.Keys(q, k, None if write is None else write.w, unit, rule != "linear", feature_map)
 
 
 def _map_options(rule: str, erase_key: str, feature_map: str, scale: float, precision: Precision) -> dict:
@@ -121,17 +119,17 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor |
                precision: str) -> list[Tensor]:
     """o, M_last, S_last, z_last and what NAMES lists, on the line of tokens; empty tensors for what a rule has not."""
     p, table = _forward_precision(precision, k, v, u, M0, S0, rows, bounds, erase_key), _tables(k, rows, bounds)
-    w = norms = starts = factors = M_last = None
+    write = M_last = None
     with _on(q):
         if M0 is not None:
-            w, norms, starts, factors, M_last = write_direction.map_forward(
-                k, u, M0.contiguous(), table, **_map_options(rule, erase_key, feature_map, u_scale, p))
-        keys = _plan(k, w, rule, erase_key, feature_map, q)
+            write, M_last = write_direction.map_forward(
+                k, u, M0.contiguous(), table, **_map_options(rule, erase_key, feature_map, u_scale, p), fused=True)
+        keys = _plan(k, write, rule, erase_key, feature_map, q)
         o, S_last, z_last, memory = delta_rule.memory_forward(keys, v, beta, g, S0, z0, normalized, table, p,
-                                                              DENOMINATOR_EPS, HEAD_NORM_EPS)
+                                                              DENOMINATOR_EPS, HEAD_NORM_EPS, write)
     E = memory.E if keys.erase else None
-    kept = (M_last, S_last, z_last, w, norms, starts, factors, memory.inverse, memory.Z, E, memory.states, memory.z,
-            memory.scales)
+    mapping = (None,) * 4 if write is None else (write.w, write.norms, write.starts, write.factors)
+    kept = (M_last, S_last, z_last, *mapping, memory.inverse, memory.Z, E, memory.states, memory.z, memory.scales)
     return [o, *(q.new_empty(0) if x is None else x for x in kept)]
 
 
@@ -169,7 +167,8 @@ def backward_op(do: Tensor, dM_last: Tensor | None, dS_last: Tensor | None, dz_l
     kept = {name: None if x.numel() == 0 else x for name, x in zip(NAMES, kept)}
     memory = delta_rule.Memory(kept["inverse"], kept["Z"], v if kept["E"] is None else kept["E"], kept["states"],
                                kept["z"], kept["scales"])
-    keys = _plan(k, kept["w"], rule, erase_key, feature_map, q)
+    write = None if M0 is None else write_direction.Map(*(kept[name] for name in ("w", "norms", "starts", "factors")))
+    keys = _plan(k, write, rule, erase_key, feature_map, q)
     du = dM0 = None
     with _on(q):
         do, dM_last, dS_last, dz_last = (None if x is None else x.contiguous() for x in (do, dM_last, dS_last, dz_last))
@@ -177,8 +176,7 @@ def backward_op(do: Tensor, dM_last: Tensor | None, dS_last: Tensor | None, dz_l
             do, dS_last, dz_last, keys, v, beta, g, o, memory, table, p)
         if M0 is not None:
             du, dM0 = write_direction.map_backward(
-                dw, k, u, kept["w"], kept["norms"], kept["starts"], kept["factors"], table, dk, dM_last,
-                **_map_options(rule, erase_key, feature_map, u_scale, p))
+                dw, k, u, write, table, dk, dM_last, **_map_options(rule, erase_key, feature_map, u_scale, p))
     return [q.new_empty(0) if x is None else x for x in (dq, dk, dv, du, dbeta, dg, dM0, dS0, dz0)]
 
 

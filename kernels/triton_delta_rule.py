@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.triton_common import (CHUNK, LEAF, Precision, Tables, dot, feature, load, places, scan, token_places,
                                    unit_rows)
+from kernels.triton_write_direction import Map, mapped
 
 SMALLEST_BETA = 1e-7  # stands in for β nearer to 0, so that e = E/β can be had back; below float32's own rounding of e
 
@@ -99,15 +100,21 @@ def unit_lower_inverse(L, C: tl.constexpr, N: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def solve_kernel(k, w, v, beta, g, inverse, Y, Z, chunks, H, F: tl.constexpr, UNIT: tl.constexpr, HAS_W: tl.constexpr,
+def solve_kernel(k, w, v, beta, g, inverse, Y, Z, starts, factors, norms, chunks, H, F: tl.constexpr,
+                 UNIT: tl.constexpr, HAS_W: tl.constexpr, PENDING: tl.constexpr, HAS_NORMS: tl.constexpr,
                  HAS_BETA: tl.constexpr, HAS_G: tl.constexpr, SMALLEST: tl.constexpr, DK: tl.constexpr,
-                 DV: tl.constexpr, C: tl.constexpr, LEAF: tl.constexpr, P: tl.constexpr, SOLVE: tl.constexpr):
+                 DV: tl.constexpr, C: tl.constexpr, LEAF: tl.constexpr, P: tl.constexpr, SOLVE: tl.constexpr,
+                 READING: tl.constexpr):
+    """T, Y and Z of a chunk; PENDING: also the write keys, from what the map left."""
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program // H, program % H
     token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
     base, offsets, mask = places(token, end, head, H, DK, C)
     K = load_key(k + base, offsets, mask, F, UNIT)
-    W = load(w + base, offsets, mask) if HAS_W else K
+    if PENDING:
+        W = mapped(K, starts, factors, w, norms, chunk, head, H, token, end, 0, HAS_NORMS, C, DK, C, READING)
+    else:
+        W = load(w + base, offsets, mask) if HAS_W else K
     G, _ = load_decay(g, token, end, head, H, C, HAS_G)
     b = load_beta(beta, token, end, head, H, C, HAS_BETA, SMALLEST)
     line = tl.arange(0, C)
@@ -237,10 +244,11 @@ def value_block(dk: int, dv: int, programs: int, device: torch.device) -> int:
 
 
 def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None, S0: Tensor | None, z0: Tensor | None,
-                   normalized: bool, table: Tables, precision: Precision, floor: float, eps: float):
+                   normalized: bool, table: Tables, precision: Precision, floor: float, eps: float, write: Map | None):
     """o [tokens, H, Dv], H after the last token [N, H, Dk, Dv], z likewise [N, H, Dk] or None, and the `Memory`.
 
     v [tokens, H, Dv]; beta, g [tokens, H]; S0 [N, H, Dk, Dv] (transposed!) and z0 [N, H, Dk] float32 or None for zero.
+    write: the map to the write keys, if any; where it is pending, w is filled here.
     """
     tokens, heads, dk = keys.k.shape
     dv, device, count = v.shape[-1], v.device, len(table.chunks)
@@ -253,7 +261,10 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
         inverse = torch.empty(count * heads, CHUNK, CHUNK, dtype=precision.store, device=device)
         E = torch.empty(tokens, heads, dv, dtype=precision.store, device=device)
         Z = torch.empty(tokens, heads, dk, dtype=precision.store, device=device)
-        solve_kernel[grid](keys.k, keys.w, v, beta, g, inverse, E, Z, table.chunks, heads, **key_options, **sizes,
+        pending = write is not None and write.pending
+        rest = (write.starts, write.factors, write.norms) if pending else (None, None, None)
+        solve_kernel[grid](keys.k, keys.w, v, beta, g, inverse, E, Z, *rest, table.chunks, heads, **key_options, **sizes,
+                           PENDING=pending, HAS_NORMS=rest[2] is not None, READING=precision.reading,
                            HAS_BETA=beta is not None, HAS_G=g is not None, SMALLEST=SMALLEST_BETA, LEAF=LEAF, P=precision.memory,
                            SOLVE=precision.solve, num_warps=nw,
                            maxnreg=128 if nw == 4 and precision.memory == "bf16" else None)

@@ -8,14 +8,15 @@ Where x is u, a_t = W_t D_t^-1/2, which does not cancel.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_common import (CHUNK, LEAF, Precision, Tables, dot, dot_apart, dot_onto, feature, feature_slope,
-                                   load, places, scan, token_places, unit_rows, unit_rows_gradient)
+from kernels.triton_common import (CHUNK, INTERPRETED, LEAF, Precision, Tables, dot, dot_apart, dot_onto, feature,
+                                   feature_slope, load, places, scan, token_places, unit_rows, unit_rows_gradient)
 
 
 @triton.jit
@@ -46,12 +47,13 @@ def direction_rows(x, mask, F: tl.constexpr, FROM_KEY: tl.constexpr, WIDE: tl.co
 
 @triton.jit
 def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl.constexpr, SCALE: tl.constexpr,
-                D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
+                D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+                EXACT: tl.constexpr):
     """The unit directions of a stretch, and R rows of their Σ u uᵀ in float64.
 
     Directions are float64, or float32 in multiples of 2⁻¹⁵: rounding a unit vector to float32 would leave the span of
     its repetitions, on the coarse grid sums are exact. Such a vector is a pair of bfloat16 vectors whose products sum
-    up exactly in float32 for GROUP * C = 256 tokens at least, so the sum is exactly that of the directions.
+    up exactly in float32 for GROUP * C = 256 tokens at least, so the sum is exactly that of the directions. EXACT: "bf16", or "ieee" where that is not modelled.
     """
     parts: tl.constexpr = D // R
     program = tl.program_id(0).to(tl.int64)
@@ -85,10 +87,10 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
                 U, V = round_to(U, 32768.0), round_to(V, 32768.0)
                 high, high_rows = round_to(U, 128.0), round_to(V, 128.0)
                 low, low_rows = (U - high) * 256.0, (V - high_rows) * 256.0
-                large = dot_onto(large, high_rows, tl.trans(high), "bf16")
-                middle = dot_onto(middle, high_rows, tl.trans(low), "bf16")
-                middle = dot_onto(middle, low_rows, tl.trans(high), "bf16")
-                small = dot_onto(small, low_rows, tl.trans(low), "bf16")
+                large = dot_onto(large, high_rows, tl.trans(high), EXACT)
+                middle = dot_onto(middle, high_rows, tl.trans(low), EXACT)
+                middle = dot_onto(middle, low_rows, tl.trans(high), EXACT)
+                small = dot_onto(small, low_rows, tl.trans(low), EXACT)
             tl.store(directions + at * D + some, V * SCALE, mask=mask_now[None, :])
         if not WIDE:
             total += large.to(tl.float64) + (middle * 0.00390625).to(tl.float64)
@@ -135,13 +137,12 @@ def leaf_factor(G, N: tl.constexpr):
     line = tl.arange(0, N)
     r, c = line[:, None], line[None, :]
     R = tl.where(r == c, 1.0, 0.0 * G)  # in G's layout
-    for i in range(0, N // 2):
-        j = 2 * i
-        first, second = tl.sum(tl.where(c == j, G, 0.0), 1), tl.sum(tl.where(c == j + 1, G, 0.0), 1)
-        solved, next_solved = tl.sum(tl.where(c == j, R, 0.0), 1), tl.sum(tl.where(c == j + 1, R, 0.0), 1)
-        pivot = tl.sum(tl.where(line == j, first, 0.0), 0)
-        across = tl.sum(tl.where(line == j + 1, first, 0.0), 0)
-        next_pivot = tl.sum(tl.where(line == j + 1, second, 0.0), 0)
+    for j in tl.static_range(0, N, 2):
+        first, second = tl.sum(tl.where(c == j, G, -0.0), 1), tl.sum(tl.where(c == j + 1, G, -0.0), 1)
+        solved, next_solved = tl.sum(tl.where(c == j, R, -0.0), 1), tl.sum(tl.where(c == j + 1, R, -0.0), 1)
+        pivot = tl.sum(tl.where(line == j, first, -0.0), 0)
+        across = tl.sum(tl.where(line == j + 1, first, -0.0), 0)
+        next_pivot = tl.sum(tl.where(line == j + 1, second, -0.0), 0)
         inverse = 1 / pivot
         ratio = across * inverse
         next_pivot -= ratio * across
@@ -217,24 +218,13 @@ def later_tokens(V, factors, H, head, token, end, first, R: tl.constexpr, D: tl.
 
 
 @triton.jit
-def map_kernel(x, starts, factors, out, norms, chunks, H, F: tl.constexpr, RAW: tl.constexpr, UNIT: tl.constexpr,
-               D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr):
-    """out = A_t x_t for R rows of a chunk and the features of x, unit ones unless RAW; with UNIT its direction, and its
-    length to norms."""
-    parts: tl.constexpr = C // R
-    program = tl.program_id(0).to(tl.int64)
-    first, place = (program % parts).to(tl.int32) * R, program // parts
-    chunk, head = place // H, place % H
-    token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+def mapped(V, starts, factors, out, norms, chunk, head, H, token, end, first, UNIT: tl.constexpr, R: tl.constexpr,
+           D: tl.constexpr, C: tl.constexpr, P: tl.constexpr):
+    """A_t x_t for R rows V of a chunk, `first` of which come before them, as stored to `out`; with UNIT its direction,
+    and its length to `norms`. Where V is float64, A is too."""
     line = tl.arange(0, D)
-    start = tl.load(starts + place * D * D + line[:, None] * D + line[None, :])
-    base, offsets, mask = places(token + first, end, head, H, D, R)
-    V = feature(load(x + base, offsets, mask), mask, F)
-    if WIDE:
-        V = V.to(tl.float64)
-    if not RAW:
-        V = unit_rows(V)
-    if WIDE:
+    start = tl.load(starts + (chunk * H + head) * D * D + line[:, None] * D + line[None, :])
+    if V.dtype == tl.float64:
         a = dot_wide(V, start).to(tl.float32)
     else:
         a = dot(V, tl.trans(start), P)  # A is symmetric, and tf32 matmuls want it by columns
@@ -242,10 +232,31 @@ def map_kernel(x, starts, factors, out, norms, chunks, H, F: tl.constexpr, RAW: 
     if UNIT:
         squared = tl.sum(a * a, 1)
         length = tl.sqrt(squared)
-        base_t, per_token, mask_t = token_places(token + first, end, head, H, R)
-        tl.store(norms + base_t + per_token, length, mask=mask_t)
+        base, per_token, mask = token_places(token + first, end, head, H, R)
+        tl.store(norms + base + per_token, length, mask=mask)
         a = a * tl.where(squared > 0, 1 / tl.where(squared > 0, length, 1.0), 0.0)[:, None]
-    tl.store(out + base + offsets, a.to(out.dtype.element_ty), mask=mask)
+    a = a.to(out.dtype.element_ty)
+    base, offsets, mask = places(token + first, end, head, H, D, R)
+    tl.store(out + base + offsets, a, mask=mask)
+    return a.to(tl.float32)
+
+
+@triton.jit
+def map_kernel(x, starts, factors, out, norms, chunks, H, F: tl.constexpr, RAW: tl.constexpr, UNIT: tl.constexpr,
+               D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr):
+    """out = A_t x_t for R rows of a chunk and the features of x, unit ones unless RAW; UNIT as above."""
+    parts: tl.constexpr = C // R
+    program = tl.program_id(0).to(tl.int64)
+    first, program = (program % parts).to(tl.int32) * R, program // parts
+    chunk, head = program // H, program % H
+    token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+    base, offsets, mask = places(token + first, end, head, H, D, R)
+    V = feature(load(x + base, offsets, mask), mask, F)
+    if WIDE:
+        V = V.to(tl.float64)
+    if not RAW:
+        V = unit_rows(V)
+    mapped(V, starts, factors, out, norms, chunk, head, H, token, end, first, UNIT, R, D, C, P)
 
 
 @triton.jit
@@ -310,6 +321,22 @@ def direction_gradient_kernel(u, k, w, norms, b, later, du, dk, chunks, H, F: tl
         tl.store(dk + base + offsets, dK.to(dk.dtype.element_ty), mask=mask)
 
 
+@dataclass(frozen=True)
+class Map:
+    """The map's result and what its gradient needs.
+
+    w [tokens, H, D] = A_t x_t in precision.store, for rule "unit" its direction, with the lengths in norms [tokens, H]
+    float32 (else None). starts [NC, H, D, D], A at the chunks' starts, and factors [tokens, H, D], W: float32, or
+    float64 where A is. pending: w and norms are still to be filled, by `mapped`.
+    """
+
+    w: Tensor
+    norms: Tensor | None
+    starts: Tensor
+    factors: Tensor
+    pending: bool = False
+
+
 def stretch_tokens(tokens: int, heads: int, d: int) -> int:
     """Tokens a stretch: long ones need few inverses, short ones give every processor its share of sequential work."""
     length, programs = 32 * CHUNK, 480 if d < 128 else 120  # four to a processor, or one
@@ -319,12 +346,11 @@ def stretch_tokens(tokens: int, heads: int, d: int) -> int:
 
 
 def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, feature_map: str, scale: float, raw: bool,
-                unit: bool, precision: Precision):
-    """w = A_t x_t [tokens, H, D] in precision.store (with `unit` its direction), its lengths [tokens, H] float32 or
-    None, A at the chunks' starts [NC, H, D, D] and the factors W [tokens, H, D] (float32, wide: float64), and M after the
-    last token [N, H, D, D] float64.
+                unit: bool, precision: Precision, fused: bool = False) -> tuple[Map, Tensor]:
+    """The map, and M after the last token [N, H, D, D] float64.
 
-    k, u [tokens, H, D] raw (u None: the unit key); x = k̂, or φ(k) where raw; M0 [N, H, D, D] float64.
+    k, u [tokens, H, D] raw (u None: the unit key); x = k̂, or φ(k) where raw; M0 [N, H, D, D] float64. fused: what
+    runs over chunks anyway may be left to the caller's next kernel (`Map.pending`).
     """
     tokens, heads, d = k.shape
     from_key, device = u is None, k.device
@@ -340,7 +366,8 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
     rows = min(d, 64)
     gram_kernel[(grid[0] * (d // rows),)](
         raw_directions, directions, matrices, table.stretches, heads, **options, F=feature_map, FROM_KEY=from_key,
-        R=rows, C=32, GROUP=8, num_warps=4 if d < 128 else 8)
+        R=rows, C=32 if d < 128 else 64, GROUP=8 if d < 128 else 4, EXACT="ieee" if INTERPRETED else "bf16",
+        num_warps=4 if d < 128 else 8)
     M_last = scan(matrices, table, 2, M0)
     inverses = matrices if precision.wide else torch.empty_like(matrices, dtype=torch.float32)
     inverse_kernel[grid](matrices, inverses, D=d, num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
@@ -353,29 +380,30 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
     factor_kernel[grid](directions, inverses, starts, factors, out, norms, table.stretches, heads, **options, SAME=same,
                         UNIT=unit, C=CHUNK, N=LEAF, COARSE=int(coarse), P=precision.direction, NARROW=narrow,
                         num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
-    if not same:
+    pending = fused and not (same or raw or precision.wide)
+    if not (same or pending):
         rows = CHUNK // 2 if precision.wide and d == 128 else CHUNK  # a float64 A of 128 x 128 leaves no more room
         map_kernel[(len(table.chunks) * heads * (CHUNK // rows),)](
             k, starts, factors, out, norms, table.chunks, heads, F=feature_map, RAW=raw, UNIT=unit, D=d, C=CHUNK,
             R=rows, WIDE=precision.wide, P=precision.reading, num_warps=4 if d < 128 else 8)
-    return out, norms, starts, factors, M_last
+    return Map(out, norms, starts, factors, pending), M_last
 
 
-def map_backward(dw: Tensor, k: Tensor, u: Tensor | None, w: Tensor, norms: Tensor | None, starts: Tensor,
-                 factors: Tensor, table: Tables, dk: Tensor, dM_last: Tensor | None, *, feature_map: str, scale: float,
-                 raw: bool, unit: bool, precision: Precision) -> tuple[Tensor | None, Tensor]:
+def map_backward(dw: Tensor, k: Tensor, u: Tensor | None, x: Map, table: Tables, dk: Tensor, dM_last: Tensor | None, *,
+                 feature_map: str, scale: float, raw: bool, unit: bool,
+                 precision: Precision) -> tuple[Tensor | None, Tensor]:
     """Gradient of `map_forward` for dw and dM_last, down to the raw inputs: adds the key's part to dk, returns du (None
     where u is the key) and dM0 [N, H, D, D] float64."""
     tokens, heads, d = k.shape
     b = torch.empty(tokens, heads, d, dtype=precision.store, device=k.device)
     outer = torch.empty(len(table.chunks), heads, d, d, dtype=torch.float32, device=k.device)
     grid, nw = (len(table.chunks) * heads,), 4 if d < 128 else 8
-    map_gradient_kernel[grid](dw, w, norms, starts, factors, b, outer, table.chunks, heads, UNIT=unit, D=d, C=CHUNK,
+    map_gradient_kernel[grid](dw, x.w, x.norms, x.starts, x.factors, b, outer, table.chunks, heads, UNIT=unit, D=d, C=CHUNK,
                               P=precision.reading, num_warps=nw)
     initial = None if dM_last is None else (-dM_last - dM_last.mT).contiguous()
     total = scan(outer, table, 0, initial, reverse=True)
     du = None if u is None else torch.empty_like(u)
-    direction_gradient_kernel[grid](k if u is None else u, k, w, norms, b, outer, du, dk, table.chunks, heads,
+    direction_gradient_kernel[grid](k if u is None else u, k, x.w, x.norms, b, outer, du, dk, table.chunks, heads,
                                     F=feature_map, FROM_KEY=u is None, RAW=raw, UNIT=unit, SCALE=scale, D=d, C=CHUNK,
                                     P=precision.reading, num_warps=nw)
     return du, total.double() * -0.5

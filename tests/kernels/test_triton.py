@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_cases import VARIANTS, make_inputs
 from torch.utils.checkpoint import checkpoint
-from triton_cases import CPU_CASES, errors
+from triton_cases import CPU_CASES, TF32_CASES, errors
 
 from kernels import triton_check, vla
 
@@ -50,6 +50,12 @@ def interpreted():
 @pytest.mark.parametrize("name", CPU_CASES)
 def test_equals_the_chunked_path_in_the_interpreter(interpreted, name):
     assert {key: error for key, error in interpreted[name].items() if not error < 1e-4} == {}
+
+
+@pytest.mark.parametrize("name", TF32_CASES)
+def test_equals_the_chunked_path_with_tf32_allowed_in_the_interpreter(interpreted, name):
+    found = interpreted[name + ", tf32"]
+    assert {key: error for key, error in found.items() if not error < 1e-3} == {}  # directions are multiples of 2^-15
 
 
 def test_compiled_checkpointed_and_self_checked_in_the_interpreter(interpreted):

@@ -53,13 +53,13 @@ def test_directions_on_low_rank_input(precision, own, outside_bound, inside_boun
         k[:-64], u = u[:-64], k
     table = tables(1, tokens, None, stretch_tokens(tokens, heads, d), k.device)
     M = 0.1 * torch.eye(d, dtype=torch.float64, device="cuda").repeat(heads, 1, 1)
-    w, *_ = map_forward(k, None if own else u, M[None], table, feature_map="identity", scale=1.0, raw=False, unit=True,
+    found, _ = map_forward(k, None if own else u, M[None], table, feature_map="identity", scale=1.0, raw=False, unit=True,
                         precision=resolve(precision, k, k))
     unit_k, unit_u = (x.double() / x.double().norm(dim=-1, keepdim=True) for x in (k[-64:], u))
     M = M + torch.einsum("thi,thj->hij", unit_u[:-64], unit_u[:-64])
     M = M + torch.einsum("thi,thj->thij", unit_u[-64:], unit_u[-64:]).cumsum(0)
     a = torch.linalg.solve(M, unit_k[..., None])[..., 0]
-    error = (w[-64:].double() - a / a.norm(dim=-1, keepdim=True)).norm(dim=-1)
+    error = (found.w[-64:].double() - a / a.norm(dim=-1, keepdim=True)).norm(dim=-1)
     outside, inside = ([f"{x:.0e}" for x in part.amax(0).tolist()] for part in error.split(32))
     print(f"{precision} own={own} {tokens}: outside", *outside, "inside", *inside)
     assert (error[:32] < outside_bound).all(), outside

@@ -30,6 +30,9 @@ CPU_CASES = {
     "one token": ("unit", "normalized", (1, 1, 1, 16, 16), True, None),
 }
 
+# Those that compute otherwise where PyTorch allows tf32: A in float32, directions in multiples of 2^-15.
+TF32_CASES = ("unit, headwise, state", "unit, packed, state", "unit key, scaled", "gain", "gain raw")
+
 
 def errors(name, cases, dtype=torch.float32, device="cpu"):
     """Relative error of every output, state and gradient of a case, and of nothing else."""
@@ -77,6 +80,9 @@ def self_check():
 if __name__ == "__main__":
     torch.set_num_threads(1)
     found = {name: errors(name, CPU_CASES) for name in CPU_CASES}
+    torch.set_float32_matmul_precision("high")
+    found |= {name + ", tf32": errors(name, CPU_CASES) for name in TF32_CASES}
+    torch.set_float32_matmul_precision("highest")
     found["compiled"] = against_plain(lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))
     found["checkpointed"] = against_plain(lambda f: lambda *inputs: checkpoint(f, *inputs, use_reentrant=False))
     found["self-check"] = {"error": self_check()}
