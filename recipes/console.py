@@ -1,6 +1,5 @@
 """How a recipe speaks to the person who started it."""
 
-import errno
 import logging
 import re
 import sys
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from yaml import YAMLError
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "configs/mqar.yaml"
@@ -19,7 +17,7 @@ DEFAULT_CONFIG = Path(__file__).parents[1] / "configs/mqar.yaml"
 # Notices of libraries about their own affairs, which a person who trains can do nothing about.
 _NOTICES = ("litlogger", "`weights_only` was not set", "isinstance(treespec, LeafSpec)", "does not have many workers",
             "torch.jit.script", "TPU available", "It is recommended to use `self.log(", "smaller than the logging interval",
-            "Seed set to", "GPU available: ", "`Trainer.fit` stopped", "SLURM auto-requeueing")
+            "The `srun` command is available", "Seed set to", "GPU available: ", "`Trainer.fit` stopped", "SLURM auto-requeueing")
 
 
 def arguments(argv: list[str]) -> list[str]:
@@ -65,27 +63,6 @@ def plain(message: str) -> str:
     if "is not accepted" in reason:
         reason += "; python -m recipes.pretrain --print_config lists every key"
     return f"{next(iter(keys))}: {reason}" if keys else reason
-
-
-@contextmanager
-def stopped_by(*errors: type[Exception], hint: str = "") -> Iterator[None]:
-    """Around a run: these errors say all there is to say, so the process ends with their message alone, exit code 3.
-
-    A full disk ends it so too, with the hint. A signal: the hint, and exit code 130 for Ctrl-C, 143 for SIGTERM.
-    """
-    try:
-        yield
-    except errors as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        sys.exit(3)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(f"stopped: {error.strerror}. Complete checkpoints are whole: free space, then {hint}", file=sys.stderr)
-        sys.exit(3)
-    except (KeyboardInterrupt, SystemExit) as stop:  # Lightning ends the process itself at Ctrl-C, with a plain exit(1)
-        print(f"stopped by a signal: {hint}", file=sys.stderr)
-        sys.exit(143 if isinstance(stop, SIGTERMException) else 130)
 
 
 def quiet_notices() -> None:

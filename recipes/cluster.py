@@ -1,0 +1,93 @@
+"""What a SLURM job must look like for a configuration: one task per GPU, and a global batch that all ranks share evenly."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked of the scheduler.
+
+    nodes: machines.
+    tasks: processes on each; None where they differ from node to node.
+    gpus: GPUs on each.
+    cpus: processor cores of a task; None where not asked for.
+    """
+
+    nodes: int
+    tasks: int | None
+    gpus: int
+    cpus: int | None = None
+
+    @classmethod
+    def here(cls, environment: Mapping[str, str] = os.environ) -> "Job":
+        """The job that this process is in, from the variables that SLURM sets."""
+        nodes = int(environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES", "1"))
+        # "2(x3)": two on each of three nodes; "2,1": not the same on all.
+        spread = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
+        tasks = environment.get("SLURM_NTASKS_PER_NODE") or (None if "," in spread else spread.split("(")[0])
+        gpus = environment.get("SLURM_GPUS_ON_NODE") or environment.get("SLURM_GPUS_PER_NODE", "0").split(":")[-1]
+        cpus = environment.get("SLURM_CPUS_PER_TASK")
+        return cls(nodes, int(tasks) if tasks else None, int(gpus), int(cpus) if cpus else None)
+
+
+def in_job() -> bool:
+    """Whether SLURM started this process as a task of a batch job (an interactive shell is left alone)."""
+    return SLURMEnvironment.detect()
+
+
+def problems(job: Job, trainer: Mapping[str, Any], data: Any) -> list[str]:
+    """What would stop the run or waste its machines, each with its mend; empty where all fits.
+
+    Args:
+        trainer: the configuration's group of that name: accelerator, devices, num_nodes.
+        data: the run's data module: batch_plan(ranks), num_workers and, of documents, store_path.
+    """
+    found, tasks = [], job.tasks or job.gpus or 1
+    on_gpus = trainer["accelerator"] in ("gpu", "cuda") or (trainer["accelerator"] == "auto" and job.gpus > 0)
+    per_node = job.gpus if on_gpus and job.gpus else tasks
+    if on_gpus and not job.gpus:
+        found.append(f"trainer.accelerator is {trainer['accelerator']} and the job asks for no GPUs: it needs the lines\n"
+                     f"    #SBATCH --gpus-per-node={tasks}\n    #SBATCH --ntasks-per-node={tasks}")
+    elif job.tasks != per_node:
+        there = f"{job.tasks} tasks" if job.tasks else "unequal numbers of tasks"
+        found.append(f"{there} on nodes of {job.gpus} GPUs, but it is one task per GPU: it needs the lines\n"
+                     f"    #SBATCH --ntasks-per-node={per_node}\n    #SBATCH --gpus-per-node={job.gpus}")
+    devices = trainer["devices"]
+    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
+    if count is None and not on_gpus and per_node > 1:
+        count = 1  # what auto means on a CPU
+    if count not in (None, per_node):
+        found.append(f"trainer.devices is {devices} and a node has {per_node} {'GPUs' if on_gpus else 'tasks'}: add "
+                     f"--trainer.devices {per_node}, or ask for\n    #SBATCH --ntasks-per-node={count}"
+                     + (f"\n    #SBATCH --gpus-per-node={count}" if on_gpus else ""))
+    if trainer["num_nodes"] != job.nodes:
+        found.append(f"trainer.num_nodes is {trainer['num_nodes']} and the job has {job.nodes} nodes: add "
+                     f"--trainer.num_nodes {job.nodes}, or ask for\n    #SBATCH --nodes={trainer['num_nodes']}")
+    ranks, workers, store = job.nodes * per_node, data.num_workers, getattr(data, "store_path", None)
+    try:
+        data.batch_plan(ranks)
+    except ValueError as error:
+        found.append(str(error))
+    if ranks > 1 and store and not os.path.exists(store):
+        found.append(f"the token store {store} is not there, and {ranks} ranks would wait for one that makes it: make it "
+                     f"beforehand with\n    python -m recipes.prepare --source SOURCE --out {store}")
+    if job.cpus and job.cpus < workers + 1:
+        found.append(f"{job.cpus} cores a task for a process and its {workers} loader workers: it needs the line\n"
+                     f"    #SBATCH --cpus-per-task={workers + 1}")
+    return found
+
+
+def check_task(trainer: Mapping[str, Any], data: Any) -> None:
+    """ValueError with all problems of the job that this process is a task of; before any work is done."""
+    found = problems(Job.here(), trainer, data)
+    if int(os.environ["SLURM_NTASKS"]) > 1 and not re.fullmatch(r"\d+", os.environ.get("SLURM_STEP_ID", "")):
+        found.insert(0, f"one process of {os.environ['SLURM_NTASKS']} was started: put srun before python")
+    if found:
+        raise ValueError("the job does not fit the configuration (python -m recipes.preflight tells it beforehand)\n- "
+                         + "\n- ".join(found))

@@ -1,0 +1,41 @@
+"""Name the rank that failed first and show why, from a start's logs: python slurm/first_failure.py RUN_DIR/logs/start-0
+
+A rank that meets an exception leaves rank-N.error.json (torch's `record`: message, traceback, time); the earliest is the
+cause, the others follow from it. Where there is none (killed from outside, or stopped with a message), the logs' last words.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+
+def rank(path: Path) -> int:
+    return int(re.search(r"rank-(\d+)", path.name)[1])
+
+
+def first_failure(logs: Path) -> str:
+    """The first failing rank and its traceback, or what the ranks said last."""
+    errors = {}
+    for path in logs.glob("rank-*.error.json"):
+        try:
+            message = json.loads(path.read_text())["message"]
+            extra = message["extraInfo"]
+            errors[path] = int(extra["timestamp"]), rank(path), extra["py_callstack"].strip()
+        except (ValueError, KeyError, TypeError):  # half-written by a rank that was killed
+            continue
+    if errors:
+        path = min(errors, key=lambda path: errors[path][:2])
+        return f"rank {rank(path)} failed first ({len(errors)} failed in all); its log: {logs / f'rank-{rank(path)}.log'}\n{errors[path][2]}"
+    said = {}
+    for path in sorted(logs.glob("rank-*.log"), key=rank):
+        lines = [line for line in path.read_text(errors="replace").splitlines() if re.match(r"stopped|error|Fatal", line)]
+        if lines and "another rank has ended" not in lines[-1]:
+            said.setdefault(lines[-1], []).append(rank(path))
+    if said:
+        return "\n".join(f"rank {', '.join(map(str, ranks))}: {line}" for line, ranks in said.items())
+    return f"no rank left a word: killed from outside, or out of memory (srun's message above); the ranks' logs: {logs}"
+
+
+if __name__ == "__main__":
+    print(first_failure(Path(sys.argv[1])))
