@@ -1,10 +1,11 @@
 """What watches and guards a run, one concern a file; see README.md."""
 
 from callbacks.checkpoint import CheckpointError, RunCheckpoint
-from callbacks.checkpoint_files import newest_complete, read_marker
+from vla_lm.checkpoint_files import newest_complete, read_marker
 from callbacks.finite_guard import FiniteGuard, NonFiniteError
 from callbacks.gradient_norms import GradientNorms
 from callbacks.metrics_log import JsonlLogger, read_metrics
+from callbacks.preemption import REQUEUE, Preempted, Preemption
 from callbacks.progress import progress_bar
 from callbacks.state_norms import StateNorms
 from callbacks.throughput import Throughput
@@ -15,6 +16,9 @@ __all__ = [
     "GradientNorms",
     "JsonlLogger",
     "NonFiniteError",
+    "Preempted",
+    "Preemption",
+    "REQUEUE",
     "RunCheckpoint",
     "StateNorms",
     "Throughput",

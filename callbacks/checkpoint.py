@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import distributed
 
-from callbacks.checkpoint_files import beside, complete_checkpoints, publish, read_marker, remove, write_marker
+from callbacks.retention import prune, set_aside_after
+from vla_lm.checkpoint_files import complete_checkpoints, publish, read_marker, remove, step_of, write_marker
+from vla_lm.checkpoint_io import RunCheckpointIO
 
+WAIT = 0.5  # seconds that training waits for a save, then it goes on and the save in the background
 
 
 class CheckpointError(OSError):
@@ -22,100 +26,115 @@ class CheckpointError(OSError):
 class RunCheckpoint(ModelCheckpoint):
     """Saves ``step=000500.ckpt`` every ``every_n_train_steps`` optimizer steps and at the end of training.
 
-    The format is that of :mod:`callbacks.checkpoint_files`; ``last.ckpt`` is a link to the newest. A full disk raises
-    :class:`CheckpointError` on all ranks and loses nothing. Checkpoints past the step a run starts from belong to an
-    abandoned continuation and are set aside as ``….superseded``.
+    The files are those of :mod:`vla_lm.checkpoint_files`; ``last.ckpt`` is a link to the newest. Training stands still
+    for a copy in host memory, the rest is written while it goes on; the marker is written when all ranks have finished.
+    A full disk raises :class:`CheckpointError` on all ranks, at the next step's end at the latest after the failed write,
+    and loses nothing. Checkpoints past the step a run starts from belong to an abandoned continuation and are set aside as
+    ``….superseded``. Logs ``checkpoint/stall_s``, the seconds training stood still.
 
     Args:
         dirpath: Folder of the checkpoints; null: ``checkpoints`` in the trainer's ``default_root_dir``.
         every_n_train_steps: Optimizer steps from one checkpoint to the next; the end of training is saved too.
         keep_last: How many of the newest stay.
         keep_best: How many of the best stay, of those validated at their own step.
+        keep_every_n_steps: Those at a multiple of this many steps stay for good; null: none.
         monitor: Validation metric that ranks them.
         mode: ``min`` or ``max``: which value of the metric is best.
+        background: false: training waits until a checkpoint is written, and needs no memory for a copy.
     """
 
     def __init__(
         self, dirpath: str | Path | None = None, every_n_train_steps: int = 500, keep_last: int = 2, keep_best: int = 1,
-        monitor: str = "val/loss", mode: str = "min",
+        keep_every_n_steps: int | None = None, monitor: str = "val/loss", mode: str = "min", background: bool = True,
     ) -> None:  # fmt: skip
-        if every_n_train_steps < 1 or keep_last < 1 or keep_best < 0:
-            given = f"every_n_train_steps {every_n_train_steps}, keep_last {keep_last}, keep_best {keep_best}"
-            raise ValueError(f"{given}: the first two must be at least 1, the last at least 0.")
+        if min(every_n_train_steps, keep_last, keep_every_n_steps or 1) < 1 or keep_best < 0:
+            given = f"every_n_train_steps {every_n_train_steps}, keep_last {keep_last}, keep_every_n_steps {keep_every_n_steps}"
+            raise ValueError(f"{given}, keep_best {keep_best}: all must be at least 1, keep_best at least 0.")
         super().__init__(dirpath, monitor=monitor, mode=mode, save_top_k=-1, every_n_train_steps=every_n_train_steps)
-        self.keep_last, self.keep_best = keep_last, keep_best
+        self.keep_last, self.keep_best, self.keep_every = keep_last, keep_best, keep_every_n_steps
+        self.io, self._pending, self._score = RunCheckpointIO(background), None, None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.dirpath = trainer.strategy.broadcast(str(self.dirpath or Path(trainer.default_root_dir) / "checkpoints"))
+        trainer.strategy.checkpoint_io = self.io
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_global_step_saved = trainer.global_step  # what it starts from is saved already, or is step 0
         if trainer.is_global_zero:
-            for path, marker in complete_checkpoints(self.dirpath).items():
-                if marker["step"] > trainer.global_step:
-                    superseded = beside(path, ".superseded")
-                    rank_zero_warn(f"Training starts from step {trainer.global_step}: set aside as {superseded}")
-                    beside(path, ".complete").unlink()
-                    remove(superseded)
-                    os.replace(path, superseded)
+            set_aside_after(Path(self.dirpath), trainer.global_step)
         trainer.strategy.barrier()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         # global_step stands still during accumulation; save() passes over a step that is saved.
+        self.settle(trainer, wait=False)
         if trainer.global_step % self._every_n_train_steps == 0:
-            self.save(trainer)
+            self.save(trainer, wait=WAIT)
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         self.save(trainer)
 
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.world_size == 1:  # several ranks may not all be here, so they cannot agree
+            self.settle(trainer, wait=True)
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the score of the checkpoint saved at this step; saving comes before validation."""
-        score, path = trainer.callback_metrics.get(self.monitor), Path(self._last_checkpoint_saved)
-        fresh = self._last_checkpoint_saved and self._last_global_step_saved == trainer.global_step
-        if trainer.is_global_zero and fresh and score is not None and isfinite(score):
-            write_marker(path, read_marker(path) | {"score": float(score)})
-            self._prune()
+        score = trainer.callback_metrics.get(self.monitor)
+        if score is not None and isfinite(score) and self._last_global_step_saved == trainer.global_step:
+            self._score = (trainer.global_step, float(score))
+            if trainer.is_global_zero and self._pending is None and self._last_checkpoint_saved:
+                path = Path(self._last_checkpoint_saved)
+                write_marker(path, read_marker(path) | {"score": float(score)})
+                self._prune()
 
     def state_dict(self) -> dict[str, Any]:
         return {}  # the markers in the folder hold it all, so there is nothing to load
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
-    def save(self, trainer: Trainer) -> None:
+    def save(self, trainer: Trainer, wait: float | None = None) -> None:
         """Saves the state after the current optimizer step, unless it is saved; CheckpointError where it cannot be.
 
-        All ranks call it, at a step's end.
+        All ranks call it, at a step's end. ``wait``: seconds to wait for the end of writing; null: until it is written.
         """
-        step = trainer.global_step
+        step, begun = trainer.global_step, time.monotonic()
+        self.settle(trainer, wait=True)
         if trainer.fast_dev_run or step == self._last_global_step_saved:
             return
-        path, aside = (Path(self.dirpath) / f"step={step:06d}.ckpt{ending}" for ending in ("", ".partial"))
+        aside = Path(self.dirpath) / f"step={step:06d}.ckpt.partial"
 
-        def write() -> None:
+        def snapshot() -> None:
             try:
                 trainer.save_checkpoint(aside)
             except (OSError, RuntimeError):
                 trainer.strategy.barrier()  # the one at the end of save_checkpoint, where the other ranks wait
                 raise
 
-        def finish() -> None:
-            publish(aside, path, step)
-            link = path.with_name("last.ckpt.partial")
-            remove(link)
-            os.symlink(path.name, link)
-            os.replace(link, path.with_name("last.ckpt"))
-            self._prune()
+        self._together(trainer, aside, lambda: trainer.is_global_zero and self._make_room(trainer, aside))
+        self._together(trainer, aside, snapshot)
+        self._last_global_step_saved, self._pending = step, aside
+        self.io.begin(wait)
+        self.settle(trainer, wait=wait is None)
+        for logger in trainer.loggers:
+            logger.log_metrics({"checkpoint/stall_s": time.monotonic() - begun}, step=step - 1)
 
-        self._together(trainer, aside, lambda: trainer.is_global_zero and self._make_room(aside))
-        self._together(trainer, aside, write)
-        self._together(trainer, aside, lambda: trainer.is_global_zero and finish())
-        self._last_global_step_saved, self._last_checkpoint_saved, self.last_model_path = step, str(path), str(path)
+    def settle(self, trainer: Trainer, wait: bool) -> None:
+        """Publishes the checkpoint that is being written, when all ranks have written theirs. All ranks call it."""
+        if self._pending is None or not (wait or trainer.strategy.reduce_boolean_decision(self.io.done())):
+            return
+        aside, self._pending = self._pending, None
+        sums = [self._together(trainer, aside, self.io.finish)] * trainer.world_size
+        if trainer.world_size > 1:
+            distributed.all_gather_object(sums, sums[0])
+        crc = {os.path.relpath(file, aside): value for rank in sums for file, value in rank.items()}
+        self._together(trainer, aside, lambda: trainer.is_global_zero and self._publish(aside, crc))
+        self._last_checkpoint_saved = self.last_model_path = str(aside.with_suffix(""))
 
-    def _together(self, trainer: Trainer, aside: Path, action: Callable[[], Any]) -> None:
-        """Runs the action; when it fails on one rank, all ranks raise."""
-        problem: Exception | None = None
+    def _together(self, trainer: Trainer, aside: Path, action: Callable[[], Any]) -> Any:
+        """What the action gives; when it fails on one rank, all ranks raise."""
+        problem, result = None, None
         try:
-            action()
+            result = action()
         except (OSError, RuntimeError) as error:
             problem = error
         left = shutil.disk_usage(aside.parent).free if aside.parent.exists() else 0
@@ -126,21 +145,27 @@ class RunCheckpoint(ModelCheckpoint):
                 f"Could not save {aside.with_suffix('')}: {problem or 'another rank failed'} ({left / 1e6:,.1f} MB "
                 "were left on the disk). The older checkpoints there are untouched: free some space, then resume."
             ) from problem
+        return result
 
-    def _make_room(self, aside: Path) -> None:
+    def _make_room(self, trainer: Trainer, aside: Path) -> None:
         """Refuses before writing when the newest checkpoint's size does not fit again."""
         aside.parent.mkdir(parents=True, exist_ok=True)
         remove(aside)
         sizes = [marker["bytes"] for marker in complete_checkpoints(aside.parent).values()]
         if sizes and shutil.disk_usage(aside.parent).free < sizes[-1]:
             raise OSError(f"it needs about {sizes[-1] / 1e6:,.1f} MB")
+        if hasattr(trainer.strategy, "deepspeed_engine"):  # else DeepSpeed does it between two collectives
+            (aside / "checkpoint").mkdir(parents=True)
+
+    def _publish(self, aside: Path, crc: dict[str, int]) -> None:
+        path, link = aside.with_suffix(""), aside.with_name("last.ckpt.partial")
+        step, score = step_of(path), self._score or (None, None)
+        publish(aside, path, {"step": step, "crc32": crc} | ({"score": score[1]} if score[0] == step else {}))
+        remove(link)
+        os.symlink(path.name, link)
+        os.replace(link, path.with_name("last.ckpt"))
+        self._prune()
 
     def _prune(self) -> None:
-        found = complete_checkpoints(self.dirpath)
-        scored = sorted((p for p in found if "score" in found[p]), key=lambda p: found[p]["score"])
-        best = (scored if self.mode == "min" else scored[::-1])[: self.keep_best]
-        for path in [p for p in list(found)[: -self.keep_last] if p not in best]:
-            remove(path)
-        for stray in Path(self.dirpath).glob("*.partial"):  # of a save that was killed
-            remove(stray)
+        best = prune(Path(self.dirpath), self.keep_last, self.keep_best, self.keep_every, self.mode)
         self.best_model_path = str(best[0]) if best else ""

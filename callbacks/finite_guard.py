@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from callbacks.checkpoint_files import newest_complete
+from vla_lm.checkpoint_files import newest_complete
 from callbacks.gradients import at_step_boundary, layer_of, norm_dtype, owned_gradients
 
 

@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info
 
-from callbacks.checkpoint_files import newest_complete
+from vla_lm.checkpoint_files import newest_complete
 
 PACKAGES = ("torch", "lightning", "triton", "deepspeed", "torchmetrics", "datasets", "sentencepiece", "numpy")
 

@@ -1,29 +1,30 @@
-"""Load a trained model from a run's folder, a checkpoint file or a DeepSpeed folder; check one before a resume."""
+"""Load a trained model from a run's folder or any checkpoint; check one before a resume."""
 
-import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vla_lm.checkpoint_files import is_neutral, marker_of, newest_complete, read_marker
 from vla_lm.config import ModelConfig, OptimizerConfig
-from vla_lm.module import LanguageModel, portable
+from vla_lm.module import LanguageModel
+from vla_lm.native import NativeCheckpoint, read_content
+from vla_lm.neutral import NeutralCheckpoint, portable
 from vla_lm.optimization import learning_rate_factor
 
-_STEP = re.compile(r"step=(\d+)")
 # Fields of ModelConfig that change how, not what, is computed.
 _IMMATERIAL = {"chunk_size", "backend", "init_std", "activation_checkpointing"}
 
 
-def load_model(path: str | Path, device: str | torch.device = "cpu") -> LanguageModel:
+def load_model(path: str | Path, device: str | torch.device = "cpu", trust_pickle: bool = False) -> LanguageModel:
     """The model of a checkpoint, in evaluation mode, its weights in float32.
 
     Args:
-        path: a run's folder (its newest complete checkpoint), or a checkpoint (`step=000500.ckpt`: a file, or
-            DeepSpeed's folder) with its `.complete` marker beside it.
+        path: a run's folder (its newest complete checkpoint), or a checkpoint: `step=000500.ckpt` (a file, or DeepSpeed's
+            folder) with its `.complete` marker beside it, or a neutral one (`step=000500.neutral`).
         device: where to put the model; "auto": a GPU where there is one.
+        trust_pickle: read DeepSpeed's folder even outside a run's folder; its pickles can run any code.
 
     Raises:
         FileNotFoundError: no such path, or no complete checkpoint in the run's folder.
@@ -36,10 +37,14 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> Language
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} cannot be used ({str(error).splitlines()[0]}): use auto or cpu") from None
     path = complete_checkpoint(path)
-    content = _read(path)
-    hyper = content["hyper_parameters"]
+    hyper = _read(path, trust_pickle)["hyper_parameters"]
     model = LanguageModel(ModelConfig.from_dict(hyper["config"]), OptimizerConfig.from_dict(hyper["optimizer"]))
-    load_weights(model, _full_weights(path, content), path)
+    if is_neutral(path):
+        neutral = NeutralCheckpoint(path)
+        weights = {name: neutral.tensor("weights", name) for name in neutral.names("weights")}
+    else:
+        weights = {name: read() for name, read in NativeCheckpoint(path).weights.items()}
+    load_weights(model, weights, path)
     return model.to(device).eval()
 
 
@@ -49,29 +54,28 @@ def complete_checkpoint(path: str | Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: give a run's folder or a checkpoint, such as runs/NAME")
     path = path.resolve()
-    if path.is_dir() and path.suffix != ".ckpt" and not _is_sharded(path):
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        found = [entry for entry in folder.glob("step=*.ckpt") if _STEP.match(entry.name)]
-        complete = [entry for entry in found if _damage(entry) is None]
-        if not complete:
-            what = f"only half-written checkpoints ({len(found)})" if found else "no checkpoint"
+    if path.is_dir() and path.suffix != ".ckpt" and not is_neutral(path) and not (path / "checkpoint").is_dir():
+        found = newest_complete(path)
+        if found is None:
+            folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+            halves = len([entry for entry in folder.glob("step=*") if entry.suffix in (".ckpt", ".neutral")])
+            what = f"only half-written checkpoints ({halves})" if halves else "no checkpoint"
             raise FileNotFoundError(f"{folder} holds {what}: give the folder of a run that has saved one")
-        return max(complete, key=_step)
-    damage = _damage(path)
-    if damage:
-        raise ValueError(
-            f"{path} {damage}: use an older checkpoint, or the run's folder, which picks the newest complete one "
-            f"(a copied checkpoint needs a copy of its marker)"
-        )
+        return found
+    if not (is_neutral(path) and not marker_of(path).exists() and "loops" not in NeutralCheckpoint(path).state):
+        read_marker(path)  # of other software a neutral one may have none
     return path
 
 
 def checkpoint_step(path: str | Path) -> int:
-    """Optimizer steps taken when the checkpoint was saved, from its marker. Errors: `complete_checkpoint`."""
-    return int(json.loads(_marker(complete_checkpoint(path)).read_text())["step"])
+    """Optimizer steps taken when the checkpoint was saved. Errors: `complete_checkpoint`."""
+    path = complete_checkpoint(path)
+    return int(NeutralCheckpoint(path).state["global_step"] if is_neutral(path) else read_marker(path)["step"])
 
 
-def check_compatible(path: str | Path, model: LanguageModel, max_steps: int, data: Any = None) -> None:
+def check_compatible(
+    path: str | Path, model: LanguageModel, max_steps: int, data: Any = None, trust_pickle: bool = False
+) -> None:
     """ValueError unless a run of `max_steps` steps of `model` can go on from the checkpoint: names the fields to change.
 
     The architecture must be the same, but for fields that change the speed alone (chunk_size, backend), the learning
@@ -79,9 +83,10 @@ def check_compatible(path: str | Path, model: LanguageModel, max_steps: int, dat
 
     Args:
         data: the run's data module; its own `load_state_dict` decides. None: not checked.
+        trust_pickle: see `load_model`.
     """
     path = complete_checkpoint(path)
-    content = _read(path)
+    content = _read(path, trust_pickle)
     saved = ModelConfig.from_dict(content["hyper_parameters"]["config"]).to_dict()
     wanted = model.config.to_dict()
     if wanted["vocab_size"] is None:  # to be taken from the data module
@@ -93,6 +98,8 @@ def check_compatible(path: str | Path, model: LanguageModel, max_steps: int, dat
             + "; ".join(f"{name} is {saved[name]!r} there, {wanted[name]!r} here" for name in fields)
             + f". Set model.config.{fields[0]} to {saved[fields[0]]!r}, or start a new run"
         )
+    if "loops" not in content:
+        return  # weights of other software: a run starts from them
     step, before = content["global_step"], OptimizerConfig.from_dict(content["hyper_parameters"]["optimizer"])
     here, there = (
         config.learning_rate * learning_rate_factor(config, step, steps)
@@ -110,12 +117,12 @@ def check_compatible(path: str | Path, model: LanguageModel, max_steps: int, dat
             raise ValueError(f"{path} was trained with {name} {there}, this configuration has {here}: resume with "
                              f"model.optimizer.{name} {there}, or start a new run")
     if data is not None:
-        check_data(path, data)
+        check_data(path, data, trust_pickle)
 
 
-def check_data(path: str | Path, data: Any) -> None:
+def check_data(path: str | Path, data: Any, trust_pickle: bool = False) -> None:
     """ValueError unless the checkpoint was trained on what the data module hands out; its `load_state_dict` decides."""
-    content, kind = _read(complete_checkpoint(path)), type(data).__qualname__
+    content, kind = _read(complete_checkpoint(path), trust_pickle), type(data).__qualname__
     if kind not in content:
         raise ValueError(f"{path} was not trained on data of {kind}: start a new run")
     data.load_state_dict(content[kind])
@@ -138,80 +145,14 @@ def load_weights(model: LanguageModel, weights: dict[str, torch.Tensor], source:
     model.load_state_dict(weights)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    # The checkpoint without a ZeRO run's weights, which lie in pieces.
-    try:
-        if path.is_dir():
-            # DeepSpeed pickles classes of its own beside plain values.
-            content = torch.load(_rank_files(path)[0], map_location="cpu", weights_only=False)
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ValueError(f"{path} is no readable checkpoint ({type(error).__name__}: {error}): use another") from None
-    hyper = content.get("hyper_parameters", {})
-    if "config" not in hyper or "optimizer" not in hyper:
-        raise ValueError(f"{path} holds no configuration of a language model: use a checkpoint of recipes.pretrain")
-    return content
-
-
-def _full_weights(path: Path, content: dict[str, Any]) -> dict[str, torch.Tensor]:
-    if not path.is_dir():
-        return content["state_dict"]
-    pieces = sorted((path / "checkpoint").glob("*_optim_states.pt"), key=_rank)
-    if not pieces:
-        raise ValueError(f"{path} holds no optimizer states, which have a ZeRO run's weights: use another checkpoint")
-    if "zero_stage" in torch.load(pieces[0], map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        return get_fp32_state_dict_from_zero_checkpoint(str(path), tag="checkpoint")
-    # ZeRO-1 of bfloat16 parameters: DeepSpeed's own converter refuses it. Each parameter group is one float32 vector,
-    # cut evenly over the ranks.
-    ranks = [torch.load(piece, map_location="cpu", weights_only=False)["optimizer_state_dict"] for piece in pieces]
-    if len(ranks) != max(ranks[0]["partition_count"]):
-        raise ValueError(f"{path} has the pieces of {len(ranks)} ranks, {max(ranks[0]['partition_count'])} wrote it")
-    weights = {}
-    for group, shapes in enumerate(content["param_shapes"]):
-        flat = torch.cat([rank["single_partition_of_fp32_groups"][group].detach() for rank in ranks])
-        sizes = [shape.numel() for shape in shapes.values()]
-        parts = flat[: sum(sizes)].split(sizes)
-        weights |= {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
-    return weights
-
-
-def _rank(path: Path) -> int:
-    return int(re.search(r"pp_rank_(\d+)", path.name)[1])
-
-
-def _rank_files(path: Path) -> list[Path]:
-    files = sorted((path / "checkpoint").glob("*model_states.pt"))
-    if not files:
-        raise FileNotFoundError("no checkpoint/*model_states.pt in it")
-    return files
-
-
-def _is_sharded(path: Path) -> bool:
-    return (path / "checkpoint").is_dir()
-
-
-def _step(path: Path) -> int:
-    return int(_STEP.match(path.name)[1])
-
-
-def _marker(path: Path) -> Path:
-    return path.with_name(path.name + ".complete")
-
-
-def _damage(path: Path) -> str | None:
-    # What is wrong with a checkpoint's marker or size, if anything.
-    try:
-        expected = json.loads(_marker(path).read_text())["bytes"]
-    except FileNotFoundError:
-        return f"has no marker {_marker(path).name} beside it, so it was not written to its end"
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return f"has an unreadable marker {_marker(path).name}"
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-    found = sum(file.stat().st_size for file in files)
-    return None if found == expected else f"has {found} bytes, its marker says {expected}"
+def _read(path: Path, trust_pickle: bool = False) -> dict[str, Any]:
+    # All of a checkpoint but its weights and moments.
+    if is_neutral(path):
+        return NeutralCheckpoint(path).content()
+    if path.is_dir() and not trust_pickle and not (path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").exists()):
+        raise ValueError(f"{path} is a folder of pickles, which can run any code when they are read, and does not lie in a run's "
+                         "folder (config.yaml, checkpoints/): if you trust where it comes from, add --trust-pickle")
+    return read_content(path)
 
 
 def _field(name: str) -> str:

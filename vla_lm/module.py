@@ -1,5 +1,6 @@
 """The language model as a LightningModule: loss, logging, validation, optimizer, carried states."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from vla_lm.config import ModelConfig, OptimizerConfig
 from vla_lm.flops import training_flops_per_token
 from vla_lm.lanes import LaneStates
 from vla_lm.metrics import PredictionMetrics, token_losses
+from vla_lm.neutral import NeutralCheckpoint, portable
 from vla_lm.optimization import build_optimizer, check_learning_rate, schedule
 from vla_lm.transformer import Transformer
 
@@ -195,8 +197,13 @@ class LanguageModel(LightningModule):
         checkpoint["lanes"] = self.lanes.state_dict()
         checkpoint["accumulation"] = self.trainer.accumulate_grad_batches
         checkpoint["max_steps"] = self.trainer.max_steps
+        checkpoint["layout"] = getattr(self.trainer.strategy, "layout", {"form": "file"})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "neutral" in checkpoint and not hasattr(self.trainer.strategy, "layout"):  # ZeRO has taken its pieces already
+            neutral = NeutralCheckpoint(Path(checkpoint["neutral"]))
+            checkpoint["state_dict"] = {name: neutral.tensor("weights", name) for name in neutral.names("weights")}
+            checkpoint["optimizer_states"] = [neutral.optimizer_state(self, self.trainer.max_steps)]
         if "state_dict" in checkpoint:
             checkpoint["state_dict"] = portable(checkpoint["state_dict"])
         self.lanes.load_state_dict(checkpoint.get("lanes", {}))
@@ -228,11 +235,6 @@ class LanguageModel(LightningModule):
         self.transformer = Transformer(self.config)
         if self.compile_network:
             self.transformer.compile_blocks()
-
-
-def portable(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Parameter names without torch.compile's wrapper."""
-    return {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
 
 
 def recount_micro_batches(checkpoint: dict[str, Any], accumulation: int) -> None:

@@ -12,6 +12,8 @@ from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from torch import Tensor
 
+from vla_lm.checkpoint_io import AnyCheckpoint
+
 OWNED = {
     "gradient_accumulation_steps": "the data module derives it from the global batch",
     "gradient_clipping": "set trainer.gradient_clip_val",
@@ -75,7 +77,7 @@ class AutocastPrecision(DeepSpeedPrecision):
         return torch.autocast("cuda" if torch.cuda.is_available() else "cpu", dtype=torch.bfloat16)
 
 
-class ShardedStrategy(DeepSpeedStrategy):
+class ShardedStrategy(AnyCheckpoint, DeepSpeedStrategy):
     """ZeRO stage 1, 2 or 3 that trains exactly like DDP.
 
     What it changes, found in the sources of Lightning 2.6 and DeepSpeed 0.19:

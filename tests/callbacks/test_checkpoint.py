@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import zlib
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from lightning.pytorch import seed_everything
 
 from callbacks import CheckpointError, RunCheckpoint, newest_complete, read_marker
 from callbacks import checkpoint as checkpoint_module
-from callbacks import checkpoint_files
+from callbacks import retention
+from vla_lm import checkpoint_files
 from tests.callbacks.tiny import TinyData, TinyModel, trainer
 
 
@@ -37,7 +39,7 @@ def test_saves_marks_links_and_prunes(tmp_path, accumulation):
     newest = newest_complete(tmp_path)
     assert newest == newest_complete(folder) == folder / "step=000009.ckpt"
     marker = json.loads((folder / "step=000009.ckpt.complete").read_text())
-    assert marker == {"step": 9, "bytes": newest.stat().st_size}
+    assert marker == {"step": 9, "bytes": newest.stat().st_size, "crc32": {".": zlib.crc32(newest.read_bytes())}}
     assert read_marker(folder / "step=000008.ckpt")["score"] == pytest.approx(run.callback_metrics["val/loss"].item())
     assert torch.load(newest, weights_only=False)["global_step"] == 9
 
@@ -76,8 +78,8 @@ def test_a_half_written_one_is_passed_over_with_a_word(tmp_path):
     with pytest.warns(UserWarning) as said:
         assert newest_complete(tmp_path) == folder / "step=000002.ckpt"
     text = " ".join(str(warning.message) for warning in said)
-    assert "000008.ckpt has no completeness marker" in text and "000006.ckpt has 100 bytes, not" in text
-    assert "000004.ckpt has an unreadable completeness marker" in text
+    assert "000008.ckpt has no marker step=000008.ckpt.complete" in text and "000006.ckpt has 100 bytes, its marker says" in text
+    assert "000004.ckpt has an unreadable marker" in text
     with pytest.raises(ValueError, match="does not exist"):
         read_marker(folder / "step=000010.ckpt")
     assert newest_complete(tmp_path / "nowhere") is None
@@ -91,7 +93,7 @@ def test_a_folder_is_measured_whole(tmp_path):
     checkpoint_files.write_marker(folder, {"step": 1, "bytes": 8})
     assert newest_complete(tmp_path) == folder
     (folder / "checkpoint" / "shard0").unlink()
-    with pytest.warns(UserWarning, match="has 3 bytes, not 8"):
+    with pytest.warns(UserWarning, match="has 3 bytes, its marker says 8"):
         assert newest_complete(tmp_path) is None
 
 
@@ -118,7 +120,7 @@ KILLS = {
     "after the marker's rename": (os, "replace", lambda a, b: str(b).endswith("4.ckpt.complete"), True),
     "before the link": (os, "symlink", lambda *a: True, False),
     "before the link's rename": (os, "replace", lambda a, b: str(b).endswith("last.ckpt"), False),
-    "while pruning": (checkpoint_module, "remove", lambda p: str(p).endswith("2.ckpt"), False),
+    "while pruning": (retention, "remove", lambda p: str(p).endswith("2.ckpt"), False),
 }
 
 
@@ -180,5 +182,5 @@ def test_later_ones_of_an_abandoned_continuation_are_set_aside(tmp_path):
 
 
 def test_bad_settings():
-    with pytest.raises(ValueError, match="keep_last 0, keep_best 1: the first two must be at least 1"):
+    with pytest.raises(ValueError, match="keep_last 0, keep_every_n_steps None, keep_best 1: all must be at least 1"):
         RunCheckpoint(keep_last=0)

@@ -1,0 +1,42 @@
+"""Which checkpoints of a run stay, and which make way."""
+
+import os
+from pathlib import Path
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from vla_lm.checkpoint_files import beside, complete_checkpoints, marker_of, remove, step_of
+
+
+def prune(folder: Path, keep_last: int, keep_best: int, keep_every: int | None, mode: str) -> list[Path]:
+    """Removes the others and what a killed save left; the best by their markers' scores, best first.
+
+    A neutral checkpoint that a person exported stays; one that a resume made goes with the checkpoint it was made of.
+
+    Args:
+        mode: "min" or "max": which score is best.
+    """
+    found = complete_checkpoints(folder)
+    scored = sorted((path for path in found if "score" in found[path]), key=lambda path: found[path]["score"])
+    best = (scored if mode == "min" else scored[::-1])[:keep_best]
+    for path in list(found)[:-keep_last]:
+        if path not in best and not (keep_every and step_of(path) % keep_every == 0):
+            remove(path)
+    for path, marker in complete_checkpoints(folder, kinds=("neutral",)).items():
+        if marker.get("made_for") == "resume" and not path.with_suffix(".ckpt").exists():
+            remove(path)
+    for stray in folder.glob("*.partial"):
+        remove(stray)
+    return best
+
+
+def set_aside_after(folder: Path, step: int) -> None:
+    """Renames whole checkpoints of later steps to ….superseded: a run goes on from ``step`` and will write its own."""
+    for path, marker in complete_checkpoints(folder, kinds=("neutral", "ckpt")).items():
+        if marker["step"] > step:
+            superseded = beside(path, ".superseded")
+            rank_zero_warn(f"Training starts from step {step}: set aside as {superseded}")
+            remove(superseded)
+            if path.suffix == ".ckpt":
+                marker_of(path).unlink()
+            os.replace(path, superseded)

@@ -1,0 +1,237 @@
+"""Reads a checkpoint under any strategy, writes one without keeping training waiting, loads the neutral form into ZeRO."""
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, distributed
+
+from vla_lm.checkpoint_files import file_checksum, is_neutral, sync
+from vla_lm.native import export, read_content
+from vla_lm.neutral import MOMENTS, NeutralCheckpoint, portable
+
+FILE = {"form": "file"}  # the layout of a single-device or DDP checkpoint, at any number of ranks
+
+
+class RunCheckpointIO(TorchCheckpointIO):
+    """Lightning's reading and writing of checkpoints, and DeepSpeed's writing.
+
+    Writing takes a snapshot in host memory, in buffers that are kept from save to save (fresh memory costs more time than the
+    copy), and goes on in a thread: `begin` starts it, `done` asks, `finish` waits. An error is raised by `finish` alone, so
+    that a rank whose disk is full never leaves the others in the middle of a collective save.
+
+    Args:
+        background: False writes at once, without a snapshot.
+    """
+
+    def __init__(self, background: bool = True) -> None:
+        self.background = background
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._jobs: list[tuple[Any, Path]] = []
+        self._thread: threading.Thread | None = None
+        self._problem: Exception | None = None
+        self._checksums: dict[str, int] = {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.save(checkpoint, path)
+
+    def save(self, state_dict: Any, path: str | Path) -> None:
+        """Takes the snapshot of a file to write; `torch.save`'s content, also of DeepSpeed's checkpoint engine."""
+        path = Path(path)
+        try:
+            if self.background:
+                self._jobs.append((_Snapshot(self._buffers, path.name).of(state_dict), path))
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+            else:
+                self._write(state_dict, path)
+        except (OSError, RuntimeError) as error:
+            self._problem = error
+
+    def begin(self, wait: float) -> None:
+        """Starts writing what was saved, and waits for at most `wait` seconds."""
+        self._thread = threading.Thread(target=self._write_all, daemon=True)
+        self._thread.start()
+        self._thread.join(wait)
+
+    def done(self) -> bool:
+        """Whether all is written, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> dict[str, int]:
+        """Waits for the end of writing; the checksums of this rank's files by path. Raises what writing raised."""
+        if self._thread is not None:
+            self._thread.join()
+        problem, sums = self._problem, self._checksums
+        self._thread, self._problem, self._checksums, self._jobs = None, None, {}, []
+        if problem is not None:
+            raise problem
+        return sums
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """A single file, or the neutral form of anything else (see `loadable`)."""
+        path = loadable(Path(path), FILE)
+        if is_neutral(path):
+            return NeutralCheckpoint(path).content()
+        return super().load_checkpoint(path, map_location="cpu", weights_only=True)
+
+    def _write_all(self) -> None:
+        try:
+            for state, path in self._jobs:
+                self._write(state, path)
+        except Exception as error:  # of any kind: it is raised by finish
+            self._problem = error
+
+    def _write(self, state: Any, path: Path) -> None:
+        torch.save(state, path)
+        sync(path)
+        self._checksums[str(path)] = file_checksum(path)
+
+
+class _Snapshot:
+    """A copy of nested containers with every tensor copied to the host, shared tensors shared again."""
+
+    def __init__(self, buffers: dict[tuple[str, int], Tensor], name: str) -> None:
+        self.buffers, self.name, self.seen = buffers, name, {}
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value.detach())
+        if isinstance(value, dict):
+            return type(value)((key, self.of(item)) for key, item in value.items())
+        return type(value)(map(self.of, value)) if type(value) in (list, tuple) else value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        if key not in self.seen or not tensor.numel():
+            place = (self.name, len(self.seen))
+            buffer = self.buffers.get(place)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self.buffers[place] = buffer
+            self.seen[key] = buffer.copy_(tensor, non_blocking=True)
+        return self.seen[key]
+
+
+def loadable(path: Path, layout: Mapping[str, Any]) -> Path:
+    """The checkpoint itself where its layout is the present one, otherwise its neutral form, made by rank 0 for all.
+
+    Every rank calls it.
+
+    Raises:
+        ValueError: on every rank, where the neutral form cannot be made; the message says why.
+    """
+    outcome: list[Any] = [path]
+    if rank_zero_only.rank == 0 and not is_neutral(path):
+        try:
+            outcome = [_fitting(path, layout)]
+        except (OSError, ValueError, RuntimeError) as error:
+            outcome = [ValueError(f"{path} cannot be turned into the neutral form, which this strategy and number of ranks "
+                                  f"need: {error}")]
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _fitting(path: Path, layout: Mapping[str, Any]) -> Path:
+    saved = read_content(path).get("layout") if path.is_dir() else FILE
+    if saved == layout:
+        return path
+    begun = time.monotonic()
+    neutral = export(path, marks={"made_for": "resume"})
+    print(f"{path.name} is {_words(saved)}, this run needs {_words(layout)}: going on from its neutral form, {neutral} "
+          f"({time.monotonic() - begun:.1f} s)", flush=True)
+    return neutral
+
+
+def _words(layout: Mapping[str, Any] | None) -> str:
+    if layout is None:
+        return "an older version's"
+    return "one file" if layout == FILE else f"{layout['form']} of {layout['ranks']} ranks, {layout['optimizer']}"
+
+
+class AnyCheckpoint:
+    """For a DeepSpeed strategy: its own folders where they fit, the neutral form of any other checkpoint.
+
+    Where Lightning's saving is changed: no file is written between collectives that could fail on one rank alone (DeepSpeed's
+    `latest` and its recovery script), the rest goes through `RunCheckpointIO`.
+    """
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How the present engine's checkpoints are cut: what must agree with a folder's for it to be read directly."""
+        engine = self.deepspeed_engine
+        kind = type(getattr(engine, "optimizer", None)).__name__
+        return {"form": f"zero{engine.zero_optimization_stage()}", "ranks": self.world_size, "optimizer": kind}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        engine, path = self.deepspeed_engine, self.broadcast(filepath)
+        if isinstance(self.checkpoint_io, RunCheckpointIO):
+            engine.checkpoint_engine.save = self.checkpoint_io.save
+        engine._copy_recovery_script = lambda save_path: None
+        own = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        engine.save_checkpoint(str(path), client_state=own, tag="checkpoint", save_latest=False)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = loadable(Path(checkpoint_path), self.layout)
+        if is_neutral(path):
+            module = self.lightning_module
+            return load_sharded(self.deepspeed_engine, NeutralCheckpoint(path), module, module.trainer.max_steps)
+        _, content = self.deepspeed_engine.load_checkpoint(str(path), tag="checkpoint", load_lr_scheduler_states=False)
+        return content
+
+
+def load_sharded(engine: Any, neutral: NeutralCheckpoint, module: Any, max_steps: int) -> dict[str, Any]:
+    """Sets a fresh DeepSpeed engine's float32 masters, moments, steps and learning rates; Lightning's dictionary.
+
+    Every rank reads one parameter after the other and keeps its piece.
+
+    Args:
+        module: the language model in the engine.
+        max_steps: optimizer steps of the whole run.
+    """
+    from deepspeed.utils import (safe_set_full_fp32_param, safe_set_full_optimizer_state, safe_set_local_fp32_param,
+                                 safe_set_local_optimizer_state)
+
+    content, optimizer = neutral.content(), engine.optimizer
+    base, step, sharded = optimizer.optimizer, content["global_step"], engine.zero_optimization_stage() == 3
+    flats = optimizer.fp32_partitioned_groups_flat if sharded else [group["params"][0] for group in base.param_groups]
+    kinds = [kind for kind in MOMENTS if neutral.names(kind)]
+    if sharded:
+        optimizer.checkpoint_event_prologue()
+    for flat in flats if kinds else ():  # DeepSpeed makes them in the first step otherwise
+        on_device = base.defaults.get("fused") or base.defaults.get("capturable")
+        steps = torch.tensor(float(step), device=flat.device if on_device else "cpu")
+        base.state[flat] = {"step": steps} | {kind: torch.zeros_like(flat, requires_grad=False) for kind in MOMENTS}
+    if kinds and not sharded:
+        optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in portable(dict(module.named_parameters())).items():
+        for kind in ("weights", *kinds):
+            value = neutral.tensor(kind, name)
+            if sharded:
+                # DeepSpeed's own setter of whole values fails where the last rank's piece is padded.
+                count, rank = parameter.ds_tensor.numel(), distributed.get_rank()
+                value = value.flatten()[rank * count : (rank + 1) * count]
+                value = torch.nn.functional.pad(value, (0, count - value.numel()))
+            setter = {True: (safe_set_local_fp32_param, safe_set_local_optimizer_state),
+                      False: (safe_set_full_fp32_param, safe_set_full_optimizer_state)}[sharded]
+            setter[0](parameter, value) if kind == "weights" else setter[1](parameter, value, kind)
+    for name, buffer in portable(dict(module.named_buffers())).items():
+        if name in neutral.names("weights"):
+            buffer.copy_(neutral.tensor("weights", name))
+    if sharded:  # its own way to renew the working copies from the masters is to load a state: here the one it has
+        optimizer.load_state_dict([optimizer.state_dict()] * distributed.get_world_size())
+        optimizer.checkpoint_event_epilogue()
+    else:
+        optimizer.update_lp_params()
+    for group in base.param_groups:
+        group["lr"] = neutral.learning_rate(module, max_steps)
+    engine.global_steps = step
+    return content

@@ -1,0 +1,218 @@
+"""What Lightning and DeepSpeed wrote, read tensor by tensor: the weights and AdamW's moments in float32, by parameter name.
+
+A single file (`auto`, `ddp`) holds whole tensors. A ZeRO folder holds, for each rank, flat pieces; where a parameter lies in
+them is said by what DeepSpeed saved beside them: `param_slice_mappings` under ZeRO-1 and 2 (its BF16_Optimizer too), and
+the order of `param_shapes` under ZeRO-3, which DeepSpeed's own `GatheredTensor` reads. Files are mapped into memory, so
+the memory needed is that of one parameter. DeepSpeed's `zero_to_fp32` gives weights alone, and refuses ZeRO-1 of bfloat16
+parameters; its `ds_to_universal` gives all, by way of a second folder of small pickles, and loses ZeRO-3's step.
+"""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vla_lm.checkpoint_files import beside, publish, read_marker, remove
+from vla_lm.config import ModelConfig, OptimizerConfig
+from vla_lm.module import LanguageModel
+from vla_lm.neutral import FORMAT, MOMENTS, portable, write_tensors
+from vla_lm.optimization import parameter_groups
+
+# What of Lightning's dictionary a resume needs; beside it the data module's state, which has a fingerprint.
+_KEPT = ("epoch", "global_step", "pytorch-lightning_version", "loops", "lr_schedulers", "hyper_parameters", "accumulation",
+         "max_steps")
+
+
+class NativeCheckpoint:
+    """A checkpoint as a run wrote it.
+
+    `content` is what is not a weight or a moment: counters, schedules, configuration. `weights` and `moments[kind]` map
+    names to functions that read the float32 tensor; a parameter without a gradient so far has no moments.
+
+    Args:
+        path: the file or folder.
+
+    Raises:
+        ValueError: it cannot be read, or pieces of it are missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.content = path, read_content(path)
+        self.weights: dict[str, Callable[[], Tensor]] = {}
+        self.moments: dict[str, dict[str, Callable[[], Tensor]]] = {kind: {} for kind in MOMENTS}
+        self.optimizer_step = self.content["global_step"]
+        steps = self._open_folder() if path.is_dir() else self._open_file()
+        if set(steps) - {self.optimizer_step}:
+            raise ValueError(f"{path} was saved at step {self.optimizer_step}, its optimizer has taken {sorted(set(steps))} "
+                             "steps: use another checkpoint")
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each parameter, from the configuration."""
+        with torch.device("meta"):
+            return {name: list(parameter.shape) for name, parameter in self._model().named_parameters()}
+
+    def _model(self) -> LanguageModel:
+        hyper = self.content["hyper_parameters"]
+        return LanguageModel(ModelConfig.from_dict(hyper["config"]), OptimizerConfig.from_dict(hyper["optimizer"]))
+
+    def _open_file(self) -> list[int]:
+        for name, value in portable(self.content.pop("state_dict")).items():
+            self.weights[name] = _reader(value)
+        with torch.device("meta"):
+            model = self._model()
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        groups = parameter_groups(model.transformer, model.optimizer_config.weight_decay)
+        states = self.content.pop("optimizer_states")[0]["state"]
+        for index, parameter in enumerate(itertools.chain(*(group["params"] for group in groups))):
+            for kind in MOMENTS if index in states else ():
+                self.moments[kind][names[parameter]] = _reader(states[index][kind])
+        return [int(state["step"]) for state in states.values()]
+
+    def _open_folder(self) -> list[int]:
+        from deepspeed.utils.zero_to_fp32 import get_optim_files
+
+        try:
+            files = get_optim_files(str(self.path / "checkpoint"))
+        except FileNotFoundError:
+            raise ValueError(f"{self.path} holds no optimizer states, which have a ZeRO run's weights: use another checkpoint"
+                             ) from None
+        ranks = [torch.load(file, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"] for file in files]
+        count = ranks[0]["partition_count"]
+        count = max(count) if isinstance(count, list) else count
+        if len(ranks) != count:
+            raise ValueError(f"{self.path} has the pieces of {len(ranks)} ranks, {count} wrote it: use another checkpoint")
+        for name in self.content.get("buffer_names", []):
+            self.weights[name] = _reader(self.content["module"][name])
+        steps = self._open_stage_3(ranks) if "fp32_flat_groups" in ranks[0] else self._open_stages_1_and_2(ranks)
+        self.weights = portable(self.weights)
+        self.moments = {kind: portable(readers) for kind, readers in self.moments.items()}
+        return steps
+
+    def _open_stages_1_and_2(self, ranks: list[dict[str, Any]]) -> list[int]:
+        shapes = {name: shape for group in self.content["param_shapes"] for name, shape in group.items()}
+        states = [rank["base_optimizer_state"]["state"] for rank in ranks]
+        pieces: dict[str, list[tuple[int, int, Any]]] = {}
+        for number, rank in enumerate(ranks):
+            for group, places in enumerate(rank["param_slice_mappings"]):
+                for name, place in places.items():
+                    pieces.setdefault(name, []).append((number, group, place))
+        for name, shape in shapes.items():
+            def flat(number: int, group: int, kind: str) -> Tensor:
+                return ranks[number]["single_partition_of_fp32_groups"][group] if kind == "weights" else states[number][group][kind]
+
+            def read(kind: str, parts: list = pieces[name], shape: torch.Size = shape) -> Tensor:
+                cut = [flat(number, group, kind).detach().narrow(0, place.start, place.numel) for number, group, place in parts]
+                return torch.cat(cut).float().view(shape)
+
+            self.weights[name] = lambda read=read: read("weights")
+            if all(group in states[number] for number, group, _ in pieces[name]):
+                for kind in MOMENTS:
+                    self.moments[kind][name] = lambda read=read, kind=kind: read(kind)
+        return [int(state["step"]) for groups in states for state in groups.values()]
+
+    def _open_stage_3(self, ranks: list[dict[str, Any]]) -> list[int]:
+        from deepspeed.utils.zero_to_fp32 import GatheredTensor, zero3_partitioned_param_info
+
+        states = [rank["optimizer_state_dict"]["state"] for rank in ranks]
+        count = len(ranks[0]["fp32_flat_groups"])
+        flats = {"weights": [rank["fp32_flat_groups"] for rank in ranks]}
+        if all(group in state for state in states for group in range(count)):
+            flats |= {kind: [[state[group][kind] for group in range(count)] for state in states] for kind in MOMENTS}
+        starts = [0, *itertools.accumulate(flat.numel() for flat in ranks[0]["fp32_flat_groups"])]
+        offset = 0
+        for name, shape in itertools.chain(*(group.items() for group in self.content["param_shapes"])):
+            numel, _ = zero3_partitioned_param_info(shape.numel(), len(ranks))
+            for kind, flat in flats.items():
+                gathered = GatheredTensor(flat, starts, offset, numel, shape)
+                readers = self.weights if kind == "weights" else self.moments[kind]
+                readers[name] = lambda gathered=gathered: gathered.contiguous().detach().float()
+            offset += numel
+        return [int(state["step"]) for groups in states for state in groups.values()]
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """The dictionary that Lightning made of a checkpoint, tensors mapped, not read; of a ZeRO folder without its weights.
+
+    Raises:
+        ValueError: not readable, or not a checkpoint of this project's model.
+    """
+    try:
+        if path.is_dir():  # DeepSpeed pickles classes of its own beside plain values
+            files = sorted((path / "checkpoint").glob("*model_states.pt"))
+            if not files:
+                raise FileNotFoundError("no checkpoint/*model_states.pt in it")
+            content = torch.load(files[0], map_location="cpu", weights_only=False, mmap=True)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ValueError(f"{path} is no readable checkpoint ({type(error).__name__}: {error}): use another") from None
+    hyper = content.get("hyper_parameters", {})
+    if "config" not in hyper or "optimizer" not in hyper:
+        raise ValueError(f"{path} holds no configuration of a language model: use a checkpoint of recipes.pretrain")
+    return content
+
+
+def export(path: Path, out: Path | None = None, marks: dict[str, Any] | None = None) -> Path:
+    """Writes the neutral form of a native checkpoint, on a CPU, a shard at a time; returns its folder.
+
+    Args:
+        path: a whole native checkpoint, whose pickles are trusted.
+        out: folder to write; `step=N.neutral` beside the checkpoint when not given.
+        marks: further entries of the completeness marker.
+
+    Raises:
+        ValueError: the checkpoint cannot be read, or `out` holds something else.
+        OSError: it cannot be written; what was there is untouched.
+    """
+    source = NativeCheckpoint(path)
+    out = out or path.with_name(f"{path.name.removesuffix('.ckpt')}.neutral")
+    if out.exists():
+        try:
+            if read_marker(out)["step"] == source.optimizer_step:
+                return out
+        except ValueError:
+            if out.suffix != ".neutral" and any(out.iterdir()):
+                raise ValueError(f"{out} is there already and is no neutral checkpoint: give another folder") from None
+        else:
+            raise ValueError(f"{out} holds the neutral checkpoint of another step: give another folder")
+    state = {key: source.content[key] for key in _KEPT if key in source.content}
+    state |= {key: value for key, value in source.content.items() if isinstance(value, dict) and "fingerprint" in value}
+    state |= {"format": FORMAT, "callbacks": _plain(source.content.get("callbacks", {}))}
+    lanes = source.content.get("lanes") or {}
+    order = sorted(range(len(lanes.get("lanes", []))), key=lambda row: lanes["lanes"][row])
+    state["lanes"] = [lanes["lanes"][row] for row in order]
+    aside = beside(out, ".partial")
+    remove(aside)
+    aside.mkdir(parents=True)
+    shapes = source.shapes()
+    write_tensors(aside, "weights", source.weights, shapes)
+    for kind in MOMENTS:
+        zeros = {name: lambda shape=shape: torch.zeros(shape) for name, shape in shapes.items()}
+        write_tensors(aside, kind, zeros | source.moments[kind], shapes)
+    if order:
+        rows = torch.tensor(order)
+        save_file({f"{layer}.{name}": tensor.index_select(0, rows) for layer, named in enumerate(lanes["layers"])
+                   for name, tensor in named.items()}, aside / "lanes.safetensors")
+    (aside / "state.json").write_text(json.dumps(state, indent=1))
+    publish(aside, out, {"step": source.optimizer_step} | (marks or {}))
+    return out
+
+
+def _reader(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor.detach().float()
+
+
+def _plain(states: dict[str, Any]) -> dict[str, Any]:
+    # Callbacks' states that JSON can hold; another's (none of this project) starts anew.
+    kept = {}
+    for name, state in states.items():
+        try:
+            kept[name] = json.loads(json.dumps(state))
+        except (TypeError, ValueError):
+            pass
+    return kept

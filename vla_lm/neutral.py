@@ -1,0 +1,142 @@
+"""The neutral checkpoint: a run's state in safetensors and JSON, written and read by every strategy at every world size.
+
+    step=000500.neutral/
+        weights.safetensors      float32, by the model's own parameter names (weights-00001-of-00003.safetensors and
+        exp_avg.safetensors      weights.safetensors.index.json where they are larger than SHARD_BYTES)
+        exp_avg_sq.safetensors   AdamW's moments, by the same names
+        lanes.safetensors        states that long documents carry on, rows in the global order of lanes; where there are any
+        state.json               everything else: steps, schedule, loops, data, model and optimizer configuration
+        complete.json            written last: step, bytes, checksums
+
+A checkpoint of other software enters as weights.safetensors and a state.json with {"format": 1, "global_step": 0,
+"hyper_parameters": {"config": {...}, "optimizer": {...}}}; training then starts at step 0 with its weights.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vla_lm.optimization import build_optimizer, schedule
+
+FORMAT = 1
+SHARD_BYTES = 2 * 10**9
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class NeutralCheckpoint:
+    """A neutral checkpoint, opened for reading tensor by tensor.
+
+    `state` is what `state.json` holds, in Lightning's terms.
+
+    Args:
+        path: its folder.
+
+    Raises:
+        ValueError: a file is missing or is not what it should be; the message names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.state = json.loads((path / "state.json").read_text())
+            version, hyper = self.state["format"], self.state["hyper_parameters"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path / 'state.json'} cannot be used ({type(error).__name__}: {error}): it must have format, "
+                             "global_step and hyper_parameters, see vla_lm/README.md") from None
+        if version != FORMAT:
+            raise ValueError(f"{path} has format {version!r}, this version reads {FORMAT}: export it again with this version")
+        if not isinstance(hyper, dict) or not {"config", "optimizer"} <= hyper.keys():
+            raise ValueError(f"{path} holds no configuration of a language model: hyper_parameters needs config and optimizer")
+        self._handles: dict[Path, Any] = {}
+        self._places = {kind: self._index(kind) for kind in ("weights", *MOMENTS)}
+        if not self._places["weights"]:
+            raise ValueError(f"{path} has no weights.safetensors: use another checkpoint")
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the tensors of a kind: weights, exp_avg or exp_avg_sq."""
+        return list(self._places[kind])
+
+    def tensor(self, kind: str, name: str) -> Tensor:
+        """A float32 tensor. ValueError where it is missing."""
+        if name not in self._places[kind]:
+            raise ValueError(f"{self.path} has no {kind} of {name}: it is of another architecture")
+        return self._open(self._places[kind][name]).get_tensor(name).float()
+
+    def lanes(self) -> dict[str, Any]:
+        """Carried states, as `LaneStates.load_state_dict` takes them; empty without."""
+        if not self.state.get("lanes"):
+            return {}
+        layers: dict[int, dict[str, Tensor]] = {}
+        file = self._open(self.path / "lanes.safetensors")
+        for key in file.keys():
+            layer, name = key.split(".", 1)
+            layers.setdefault(int(layer), {})[name] = file.get_tensor(key)
+        return {"lanes": self.state["lanes"], "layers": [layers[index] for index in sorted(layers)]}
+
+    def content(self) -> dict[str, Any]:
+        """Lightning's dictionary without weights and moments, and "neutral": where they are to be read from."""
+        if self.state["global_step"] and "loops" not in self.state:
+            raise ValueError(f"{self.path} is of other software and at step {self.state['global_step']}: set global_step to 0 "
+                             "in its state.json, training then starts from its weights")
+        defaults = {"lr_schedulers": [], "pytorch-lightning_version": pl.__version__}
+        return {**defaults, **self.state, "lanes": self.lanes(), "neutral": str(self.path)}
+
+    def optimizer_state(self, model: Any, max_steps: int) -> dict[str, Any]:
+        """The state of `build_optimizer` of `model` in a run of `max_steps` steps, as its `load_state_dict` takes it."""
+        optimizer = build_optimizer(model.transformer, model.optimizer_config)
+        names = {parameter: name for name, parameter in portable(dict(model.named_parameters())).items()}
+        out = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+        for group in out["param_groups"]:
+            group |= {"lr": self.learning_rate(model, max_steps), "initial_lr": model.optimizer_config.learning_rate}
+        if self.names(MOMENTS[0]):
+            order = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            step = float(self.state["global_step"])
+            out["state"] = {index: {"step": torch.tensor(step)} | {kind: self.tensor(kind, names[parameter]) for kind in MOMENTS}
+                            for index, parameter in enumerate(order)}
+        return out
+
+    def learning_rate(self, model: Any, max_steps: int) -> float:
+        """Learning rate of the next step: the schedule's, which depends on the step alone."""
+        return model.optimizer_config.learning_rate * schedule(model.optimizer_config, max_steps)(self.state["global_step"])
+
+    def _index(self, kind: str) -> dict[str, Path]:
+        listed = self.path / f"{kind}.safetensors.index.json"
+        if listed.exists():
+            return {name: self.path / file for name, file in json.loads(listed.read_text())["weight_map"].items()}
+        file = self.path / f"{kind}.safetensors"
+        return dict.fromkeys(self._open(file).keys(), file) if file.exists() else {}
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._handles:
+            try:
+                self._handles[file] = safe_open(file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{file} is no readable safetensors file ({error}): use another checkpoint") from None
+        return self._handles[file]
+
+
+def portable(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Parameter names without torch.compile's wrapper."""
+    return {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
+
+
+def write_tensors(folder: Path, kind: str, readers: dict[str, Callable[[], Tensor]], shapes: dict[str, list[int]]) -> None:
+    """Writes the tensors of a kind, a shard at a time, by safetensors' convention for several files."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    sizes = {name: 4 * torch.Size(shapes[name]).numel() if name in shapes else 0 for name in readers}
+    plan = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=lambda bytes_: bytes_, filename_pattern=kind + "{suffix}.safetensors", max_shard_size=SHARD_BYTES
+    )
+    for file, names in plan.filename_to_tensors.items():
+        save_file({name: readers[name]().contiguous() for name in names}, folder / file)
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / f"{kind}.safetensors.index.json").write_text(json.dumps(index, indent=1))
