@@ -1,4 +1,4 @@
-"""Ends a run on a signal with nothing lost: the optimizer step is finished, the run saved, the exit code says what to do."""
+"""Ends a run on a signal with nothing lost: the step is finished, the run saved, the exit code says what to do."""
 
 import os
 import signal
@@ -101,4 +101,5 @@ class Preemption(Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if number := self._leaving_by:
             again = number == signal.SIGUSR1 or (self.under_scheduler and number == signal.SIGTERM)
-            raise Preempted(number.name, trainer.global_step, self.checkpoint.last_model_path, REQUEUE if again else 128 + number)
+            code = REQUEUE if again else 128 + number
+            raise Preempted(number.name, trainer.global_step, self.checkpoint.last_model_path, code)

@@ -13,6 +13,8 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from data.loader import ResumableLoader
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -111,20 +113,6 @@ class RowBatches(Sampler[list[int]]):
             yield list(range(first, min(first + self.batch_rows, self.last)))
 
 
-def _as_is(batch: Any) -> Any:
-    return batch
-
-
-class _StatelessLoader(DataLoader):
-    """Tells the trainer that the loader resumes: its position is the restored global step, nothing is to be saved."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        del state_dict
-
-
 class SampledDataModule(pl.LightningDataModule):
     """Base of the data modules: batch plan, loaders, and a state that is checked on resume.
 
@@ -171,14 +159,7 @@ class SampledDataModule(pl.LightningDataModule):
 
     def _loader(self, rows: Dataset, batches: Sampler) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return _StatelessLoader(
-            rows,
-            batch_sampler=batches,
-            num_workers=self.num_workers,
-            collate_fn=_as_is,
-            pin_memory=on_gpu,
-            generator=torch.Generator(),  # without its own, the loader draws from the global generator
-        )
+        return ResumableLoader(rows, batches, self.num_workers, pin_memory=on_gpu)
 
     def train_dataloader(self) -> DataLoader:
         trainer = self.trainer

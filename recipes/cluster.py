@@ -1,4 +1,4 @@
-"""What a SLURM job must look like for a configuration: one task per GPU, and a global batch that all ranks share evenly."""
+"""What a SLURM job must look like for a configuration: one task per GPU, a global batch that all ranks share evenly."""
 
 import os
 import re
@@ -52,8 +52,8 @@ def problems(job: Job, trainer: Mapping[str, Any], data: Any) -> list[str]:
     on_gpus = trainer["accelerator"] in ("gpu", "cuda") or (trainer["accelerator"] == "auto" and job.gpus > 0)
     per_node = job.gpus if on_gpus and job.gpus else tasks
     if on_gpus and not job.gpus:
-        found.append(f"trainer.accelerator is {trainer['accelerator']} and the job asks for no GPUs: it needs the lines\n"
-                     f"    #SBATCH --gpus-per-node={tasks}\n    #SBATCH --ntasks-per-node={tasks}")
+        found.append(f"trainer.accelerator is {trainer['accelerator']} and the job asks for no GPUs: it needs the "
+                     f"lines\n    #SBATCH --gpus-per-node={tasks}\n    #SBATCH --ntasks-per-node={tasks}")
     elif job.tasks != per_node:
         there = f"{job.tasks} tasks" if job.tasks else "unequal numbers of tasks"
         found.append(f"{there} on nodes of {job.gpus} GPUs, but it is one task per GPU: it needs the lines\n"
@@ -75,8 +75,8 @@ def problems(job: Job, trainer: Mapping[str, Any], data: Any) -> list[str]:
     except ValueError as error:
         found.append(str(error))
     if ranks > 1 and store and not os.path.exists(store):
-        found.append(f"the token store {store} is not there, and {ranks} ranks would wait for one that makes it: make it "
-                     f"beforehand with\n    python -m recipes.prepare --source SOURCE --out {store}")
+        found.append(f"the token store {store} is not there, and {ranks} ranks would wait for one that makes it: make "
+                     f"it beforehand with\n    python -m recipes.prepare --source SOURCE --out {store}")
     if job.cpus and job.cpus < workers + 1:
         found.append(f"{job.cpus} cores a task for a process and its {workers} loader workers: it needs the line\n"
                      f"    #SBATCH --cpus-per-task={workers + 1}")

@@ -19,9 +19,9 @@ class PretrainCLI(LightningCLI):
     """The configuration's groups: model, data, trainer, and one for each callback with settings of its own."""
 
     def __init__(self, args: list[str], save_config_callback: type[RunFolder] | None = RunFolder) -> None:
-        super().__init__(LanguageModel, LightningDataModule, subclass_mode_data=True, run=False, seed_everything_default=1,
-                         save_config_callback=save_config_callback, auto_configure_optimizers=False, args=args,
-                         load_from_checkpoint_support=False,
+        super().__init__(LanguageModel, LightningDataModule, subclass_mode_data=True, run=False, args=args,
+                         seed_everything_default=1, save_config_callback=save_config_callback,
+                         auto_configure_optimizers=False, load_from_checkpoint_support=False,
                          parser_kwargs={"exit_on_error": False, "prog": "python -m recipes.pretrain"})
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -44,13 +44,16 @@ class PretrainCLI(LightningCLI):
         self.checkpoint, run_dir = resume_point(config.resume, Path(config.run_dir) if config.run_dir else None)
         self.run_dir = run_dir or default_run_dir(str(config.config[0]) if config.config else None)
         if config.resume is None and (self.run_dir / "config.yaml").exists():
-            raise ValueError(f"{self.run_dir} holds a run already: go on with it (--resume {self.run_dir}), or name another "
-                             "folder (--run_dir runs/NAME)")
+            raise ValueError(f"{self.run_dir} holds a run already: go on with it (--resume {self.run_dir}), or name "
+                             "another folder (--run_dir runs/NAME)")
         step = checkpoint_step(self.checkpoint) if self.checkpoint else None
         self.save_config_kwargs = {"run_dir": self.run_dir, "resumed_step": step}
         checkpoint = RunCheckpoint(self.run_dir / "checkpoints", **config.checkpoint)
-        loggers = [TensorBoardLogger(self.run_dir, name="", version="", purge_step=step), JsonlLogger(self.run_dir, step)]
+        loggers = [TensorBoardLogger(self.run_dir, name="", version="", purge_step=step),
+                   JsonlLogger(self.run_dir, step)]
         self.preemption = Preemption(checkpoint, under_scheduler=in_job())
-        self.trainer_defaults["callbacks"] = [GradientNorms(), FiniteGuard(), self.preemption, checkpoint, progress_bar()]
-        return super().instantiate_trainer(logger=loggers, plugins=plugins, use_distributed_sampler=False, check_val_every_n_epoch=None,
-                                           enable_model_summary=False, **kwargs)
+        self.trainer_defaults["callbacks"] = [GradientNorms(), FiniteGuard(), self.preemption, checkpoint,
+                                              progress_bar()]
+        return super().instantiate_trainer(
+            logger=loggers, plugins=plugins, use_distributed_sampler=False, check_val_every_n_epoch=None,
+            enable_model_summary=False, **kwargs)

@@ -183,7 +183,7 @@ def test_more_than_four_epochs_draw_a_warning(settings):
         fitting(DocumentsDataModule(**settings), enough + 40)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", message=".*GPU.*|.*max_epochs.*")
+        warnings.filterwarnings("ignore", message=".*GPU.*|.*max_epochs.*|.*srun.*")
         fitting(DocumentsDataModule(**settings), enough)
 
 

@@ -200,7 +200,7 @@ def test_signals_end_a_run_with_a_hint(tmp_path: Path) -> None:
 def test_a_full_disk_ends_a_run_with_a_hint(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stop, stopped_by(ValueError, hint="go on"):
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert stop.value.code == 3 and "No space left on device. Complete checkpoints are whole" in capsys.readouterr().err
+    assert stop.value.code == 3 and "No space left on device, free some. Complete checkpoints are whole: go on" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError), stopped_by(ValueError, hint="go on"):
         raise FileNotFoundError(errno.ENOENT, "no such file")
 

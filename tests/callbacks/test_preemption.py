@@ -1,0 +1,90 @@
+"""A signal at any moment: the step is finished, logged, validated and saved, and nothing more is trained."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Callback
+from tiny import TinyData, TinyModel, trainer
+
+from callbacks import JsonlLogger, RunCheckpoint, read_metrics
+from callbacks.preemption import REQUEUE, SIGNALS, Preempted, Preemption
+
+USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class SendIn(Callback):
+    """Sends signals to this process in a hook, after `step` optimizer steps."""
+
+    def __init__(self, hook: str, step: int, *numbers: int) -> None:
+        self.step, self.numbers = step, list(numbers)
+        setattr(self, hook, self._send)
+
+    def _send(self, trainer, *_) -> None:
+        while self.numbers and trainer.global_step == self.step:
+            os.kill(os.getpid(), self.numbers.pop(0))
+
+
+def run(folder: Path, *callbacks: Callback, under_scheduler: bool = False, resume: str | None = None) -> None:
+    """Eight optimizer steps of two micro-batches, validated after steps 4 and 8, saved after 3 and 6."""
+    checkpoint = RunCheckpoint(folder / "checkpoints", every_n_train_steps=3)
+    preemption = Preemption(checkpoint, under_scheduler)
+    runner = trainer(folder, 8, [*callbacks, preemption, checkpoint], JsonlLogger(folder), accumulate_grad_batches=2,
+                     val_check_interval=8)
+    with preemption.listening():
+        runner.fit(TinyModel(), datamodule=TinyData(micro=2), ckpt_path=resume, weights_only=False)
+
+
+def steps(folder: Path, name: str) -> list[int]:
+    return [line["step"] for line in read_metrics(folder / "metrics.jsonl") if name in line]
+
+
+@pytest.mark.parametrize(("hook", "step", "saved"), [
+    ("on_before_backward", 1, 2),       # in an optimizer step
+    ("on_before_optimizer_step", 3, 4), # in the step that is validated after
+    ("on_save_checkpoint", 3, 4),       # in a save
+    ("on_validation_start", 4, 5),      # in a validation: it is finished, and one step more is taken
+])  # fmt: skip
+def test_the_step_is_finished_logged_and_saved(hook, step, saved, tmp_path):
+    with pytest.raises(Preempted) as stop:
+        run(tmp_path, SendIn(hook, step, USR1, TERM, INT))
+    assert stop.value.code == REQUEUE and f"SIGUSR1: step {saved} is saved in" in str(stop.value)
+    assert Path(stop.value.saved).name == f"step={saved:06d}.ckpt" and Path(f"{stop.value.saved}.complete").exists()
+    assert steps(tmp_path, "train/loss") == list(range(1, saved + 1)), "the last step is in the curve, and none after it"
+    assert steps(tmp_path, "val/loss") == [4] * (saved >= 4), "a validation that was due is in the curve"
+    assert signal.getsignal(TERM) == signal.SIG_IGN, "nothing disturbs the way out"
+    signal.signal(USR1, signal.SIG_DFL)
+    run(tmp_path, resume=stop.value.saved)
+    assert steps(tmp_path, "train/loss") == list(range(1, 9)) and steps(tmp_path, "val/loss") == [4, 8]
+
+
+@pytest.mark.parametrize(("number", "under_scheduler", "code"), [
+    (TERM, False, 143), (TERM, True, REQUEUE), (INT, False, 130), (USR1, True, REQUEUE),
+])  # fmt: skip
+def test_the_exit_code_says_what_to_do(number, under_scheduler, code, tmp_path, capfd):
+    with pytest.raises(Preempted) as stop:
+        run(tmp_path, SendIn("on_before_backward", 1, number), under_scheduler=under_scheduler)
+    assert stop.value.code == code
+    assert f"{number.name}: saving after this optimizer step" in capfd.readouterr().err
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path):
+    with pytest.raises(SystemExit):  # Lightning's answer to KeyboardInterrupt
+        run(tmp_path, SendIn("on_before_backward", 1, INT, INT))
+    assert steps(tmp_path, "train/loss") == [1]
+
+
+def test_a_signal_in_the_last_step_lets_the_run_finish(tmp_path):
+    before = signal.getsignal(TERM)
+    run(tmp_path, SendIn("on_before_backward", 7, TERM))
+    assert steps(tmp_path, "train/loss") == list(range(1, 9)) and steps(tmp_path, "val/loss") == [4, 8]
+    assert signal.getsignal(TERM) == before
