@@ -3,13 +3,14 @@
 import math
 import os
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins import DeepSpeedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
 from torch import Tensor
 
 from vla_lm.checkpoint_io import AnyCheckpoint
@@ -22,6 +23,10 @@ OWNED = {
     "fp16": "set trainer.precision",
     "bf16": "set trainer.precision",
 }
+
+# How long a rank waits for the others before it gives up: longer than a data loader waits for its workers, so that the
+# rank at fault speaks first; shorter than DeepSpeed's and gloo's 30 minutes, which cost a large job hours of GPUs.
+COLLECTIVE_TIMEOUT = timedelta(minutes=15)
 
 # DeepSpeed's own autocast. It would also send the gradients of the listed modules over the network in bfloat16 and
 # round their sums: by default it lists none, and every sum is taken in float32 as DDP takes it.
@@ -182,4 +187,8 @@ def _merged(*configs: dict[str, Any]) -> dict[str, Any]:
 
 # So that a configuration or a command line can say trainer.strategy: zero3.
 for _stage in (1, 2, 3):
-    StrategyRegistry.register(f"zero{_stage}", ShardedStrategy, f"DeepSpeed ZeRO stage {_stage}", override=True, stage=_stage)
+    StrategyRegistry.register(f"zero{_stage}", ShardedStrategy, f"DeepSpeed ZeRO stage {_stage}", override=True,
+                              stage=_stage, timeout=COLLECTIVE_TIMEOUT)
+# Also what Lightning takes for strategy auto with several processes.
+StrategyRegistry.register("ddp", DDPStrategy, "data parallel", override=True, start_method="popen",
+                          timeout=COLLECTIVE_TIMEOUT)

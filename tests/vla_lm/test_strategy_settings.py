@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.plugins import DeepSpeedPrecision
+from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
+from data.loader import WORKER_TIMEOUT_S
 from vla_lm.strategy import ShardedStrategy
 
 
@@ -79,3 +81,9 @@ def test_the_engine_and_the_trainer_must_have_taken_as_many_steps():
 def test_settings_that_belong_elsewhere_are_refused(options, told):
     with pytest.raises(ValueError, match=told):
         ShardedStrategy(**options)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_ranks_give_up_before_half_an_hour_and_after_the_loader(name):
+    """The process group gets it in `setup_distributed`, from where both libraries keep it."""
+    assert WORKER_TIMEOUT_S < StrategyRegistry.get(name)._timeout.total_seconds() < 30 * 60
