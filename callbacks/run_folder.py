@@ -24,6 +24,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info
 
 from vla_lm.checkpoint_files import newest_complete
+from vla_lm.checkpoints import complete_checkpoint
 
 PACKAGES = ("torch", "lightning", "triton", "deepspeed", "torchmetrics", "datasets", "sentencepiece", "numpy")
 
@@ -54,7 +55,7 @@ def resume_point(resume: str | None, run_dir: Path | None) -> tuple[Path | None,
         run_dir: the run's folder, where one was named.
 
     Raises:
-        ValueError: "auto" without a folder.
+        ValueError: "auto" without a folder, or a checkpoint that is not whole.
         FileNotFoundError: the path does not exist, or holds no complete checkpoint.
     """
     if resume is None:
@@ -63,23 +64,15 @@ def resume_point(resume: str | None, run_dir: Path | None) -> tuple[Path | None,
         if run_dir is None:
             raise ValueError("--resume auto looks into the run's own folder, which was not named: "
                              "add --run_dir runs/NAME, or give the path: --resume runs/NAME")
-        found = newest_complete(run_dir / "checkpoints")
+        found = newest_complete(run_dir / "checkpoints", verify=True)
         rank_zero_info(f"--resume auto: {found} is the newest complete checkpoint in {run_dir}" if found else
                        f"--resume auto: no complete checkpoint in {run_dir}, starting at step 0")
         return found, run_dir
     path = Path(resume)
     if not path.exists():
         raise FileNotFoundError(f"--resume {resume}: no such file or folder; give a checkpoint, a run's folder or auto")
-    if path.parent.name == "checkpoints":
-        if not Path(f"{path.resolve()}.complete").exists():
-            raise FileNotFoundError(f"--resume {resume}: its marker {path.name}.complete is missing, so it was not written "
-                                    f"to the end; resume the run's newest complete one: --resume {path.parent.parent}")
-        return path.resolve(), run_dir or path.parent.parent
-    found = newest_complete(path / "checkpoints")
-    if found is None:
-        raise FileNotFoundError(f"--resume {resume}: no complete checkpoint in {path / 'checkpoints'}; start afresh without "
-                                "--resume")
-    return found, run_dir or path
+    found = complete_checkpoint(path, verify=True)
+    return found, run_dir or (found.parent.parent if found.parent.name == "checkpoints" else None)
 
 
 def environment() -> dict[str, Any]:
@@ -126,7 +119,7 @@ class RunFolder(SaveConfigCallback):
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         config = self.config.clone()
-        config.run_dir = config.resume = None  # of this start, and of where the folder lies now
+        config.run_dir, config.resume, config.trust_pickle = None, None, False  # of this start alone
         text = self.parser.dump(config, skip_unset=False)
         config = self.run_dir / "config.yaml"
         if config.exists() and config.read_text() != text:

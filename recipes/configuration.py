@@ -29,6 +29,8 @@ class PretrainCLI(LightningCLI):
                             help="Folder of the run; runs/<config>-<job id or time> when not given.")
         parser.add_argument("--resume", type=str | None, default=None,
                             help="auto (newest complete checkpoint of run_dir, if any), a run's folder, or a checkpoint.")
+        parser.add_argument("--trust_pickle", "--trust-pickle", action="store_true",
+                            help="Resume a DeepSpeed folder of outside a run's folder; its pickles can run any code.")
         parser.add_lightning_class_args(StateNorms, "state_norms")
         parser.add_lightning_class_args(Throughput, "throughput")
         parser.add_class_arguments(RunCheckpoint, "checkpoint", skip={"dirpath"})

@@ -1,7 +1,7 @@
 """Evaluate a checkpoint: recall over a grid of pairs and lengths and, for a run on documents, loss by position.
 
     python -m recipes.evaluate runs/NAME
-    python -m recipes.evaluate runs/NAME/checkpoints/step=000500.ckpt --pairs 4 8 16 --lengths 64 256
+    python -m recipes.evaluate runs/NAME/checkpoints/step=000500.ckpt --pairs 4 8 16 --lengths 64 256     or .neutral
 
 Prints tables and writes evaluation.json and evaluation.png into the run's folder (beside a lone checkpoint).
 """
@@ -33,6 +33,8 @@ def parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("--held_out_rows", type=int | None, default=None, help="Rows of held-out documents; null: all.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the MQAR test sequences.")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
+    parser.add_argument("--trust_pickle", "--trust-pickle", action="store_true",
+                        help="Read a DeepSpeed folder that lies in no run's folder; its pickles can run any code.")
     return parser.parse_args(argv)
 
 
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         path = complete_checkpoint(args.checkpoint)
         source, settings = run_data(path)
         args.rows = args.rows or (64 if source.endswith("DocumentsDataModule") else 512)
-        model = load_model(path, device=args.device)
+        model = load_model(path, args.device, args.trust_pickle)
         shape, cells = recall_cells(args, source, settings, model)
         folder, documents = path.parent.parent if source else path.parent, None
         if not os.access(folder, os.W_OK):
@@ -82,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
         if source.endswith("DocumentsDataModule"):
             documents = DocumentsDataModule(**settings | {"source": None, "val_rows": args.held_out_rows})
             documents.setup("validate")
-            check_data(path, documents)
+            check_data(path, documents, args.trust_pickle)
     results = {"checkpoint": str(path), "step": checkpoint_step(path), "model": model.config.to_dict(),
                "mqar": {"format": shape, "rows": args.rows, "vocab_size": model.config.vocab_size, "grid": []}}
     for pairs, length, data in track(cells, "recall", console=console):

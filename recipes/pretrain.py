@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> None:
             model.check_data(data)
         trainer.val_check_interval *= data.batch_plan(trainer.world_size).accumulation
         if cli.checkpoint:
-            check_compatible(cli.checkpoint, model, trainer.max_steps, data if trainer.is_global_zero else None)
+            check_compatible(cli.checkpoint, model, trainer.max_steps, data if trainer.is_global_zero else None,
+                             cli.config.trust_pickle)
         cli.lock = claimed(cli.run_dir) if trainer.is_global_zero else None  # held while cli lives
     name = shlex.quote(str(cli.run_dir))
     hint = f"go on with python -m recipes.pretrain --resume {name}"

@@ -89,12 +89,13 @@ def publish(aside: Path, path: Path, marker: dict[str, Any]) -> None:
     for file in [aside, *aside.rglob("*")]:
         sync(file)
     marker = {"step": marker["step"], "bytes": size(aside), "crc32": marker.get("crc32") or checksums(aside)} | marker
-    if is_neutral(path):  # its marker moves with it, in one rename
+    inside = is_neutral(aside)
+    if inside:  # its marker moves with it, in one rename
         write_marker(aside, marker)
     remove(path)  # one of the same step, half-written by a run that was killed
     os.replace(aside, path)
     sync(path.parent)
-    if not is_neutral(path):
+    if not inside:
         write_marker(path, marker)
 
 
@@ -117,7 +118,7 @@ def read_marker(path: str | Path, verify: bool = False) -> dict[str, Any]:
             file = "it" if damaged == ["."] else ", ".join(damaged[:3])
             wrong = f"is damaged: the bytes of {file} are not those that were written (checksum)" if damaged else None
     except FileNotFoundError:
-        missing = f"has no marker {marker_of(path).name}, so it was not written to its end"
+        missing = f"has no marker {marker_of(path).name}, so it was not written to the end"
         wrong = missing if path.exists() else "does not exist"
     except (json.JSONDecodeError, KeyError, TypeError):
         wrong = f"has an unreadable marker {marker_of(path).name}"

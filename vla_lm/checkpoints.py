@@ -48,14 +48,18 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", trust_pickl
     return model.to(device).eval()
 
 
-def complete_checkpoint(path: str | Path) -> Path:
-    """The checkpoint `path` stands for: itself, or the newest complete one of a run's folder. Errors: `load_model`."""
+def complete_checkpoint(path: str | Path, verify: bool = False) -> Path:
+    """The checkpoint `path` stands for: itself, or the newest complete one of a run's folder. Errors: `load_model`.
+
+    Args:
+        verify: compare checksums too; reads the whole checkpoint.
+    """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: give a run's folder or a checkpoint, such as runs/NAME")
     path = path.resolve()
     if path.is_dir() and path.suffix != ".ckpt" and not is_neutral(path) and not (path / "checkpoint").is_dir():
-        found = newest_complete(path)
+        found = newest_complete(path, verify)
         if found is None:
             folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
             halves = len([entry for entry in folder.glob("step=*") if entry.suffix in (".ckpt", ".neutral")])
@@ -63,8 +67,16 @@ def complete_checkpoint(path: str | Path) -> Path:
             raise FileNotFoundError(f"{folder} holds {what}: give the folder of a run that has saved one")
         return found
     if not (is_neutral(path) and not marker_of(path).exists() and "loops" not in NeutralCheckpoint(path).state):
-        read_marker(path)  # of other software a neutral one may have none
+        read_marker(path, verify)  # of other software a neutral one may have none
     return path
+
+
+def check_trusted(path: Path, trust_pickle: bool) -> None:
+    """ValueError for a folder of pickles that lies in no run's folder, unless it is said to be trusted."""
+    in_run = path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").exists()
+    if path.is_dir() and not is_neutral(path) and not trust_pickle and not in_run:
+        raise ValueError(f"{path} is a folder of pickles, which can run any code when they are read, and lies in no run's "
+                         "folder (config.yaml, checkpoints/): if you trust where it comes from, add --trust-pickle")
 
 
 def checkpoint_step(path: str | Path) -> int:
@@ -149,9 +161,7 @@ def _read(path: Path, trust_pickle: bool = False) -> dict[str, Any]:
     # All of a checkpoint but its weights and moments.
     if is_neutral(path):
         return NeutralCheckpoint(path).content()
-    if path.is_dir() and not trust_pickle and not (path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").exists()):
-        raise ValueError(f"{path} is a folder of pickles, which can run any code when they are read, and does not lie in a run's "
-                         "folder (config.yaml, checkpoints/): if you trust where it comes from, add --trust-pickle")
+    check_trusted(path, trust_pickle)
     return read_content(path)
 
 

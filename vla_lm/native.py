@@ -204,7 +204,7 @@ def export(path: Path, out: Path | None = None, marks: dict[str, Any] | None = N
 
 
 def _reader(tensor: Tensor) -> Callable[[], Tensor]:
-    return lambda: tensor.detach().float()
+    return lambda: tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()  # 64-true stays exact
 
 
 def _plain(states: dict[str, Any]) -> dict[str, Any]:

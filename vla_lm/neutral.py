@@ -64,10 +64,10 @@ class NeutralCheckpoint:
         return list(self._places[kind])
 
     def tensor(self, kind: str, name: str) -> Tensor:
-        """A float32 tensor. ValueError where it is missing."""
+        """The tensor, float32 but in a checkpoint of 64-true. ValueError where it is missing."""
         if name not in self._places[kind]:
             raise ValueError(f"{self.path} has no {kind} of {name}: it is of another architecture")
-        return self._open(self._places[kind][name]).get_tensor(name).float()
+        return self._open(self._places[kind][name]).get_tensor(name)
 
     def lanes(self) -> dict[str, Any]:
         """Carried states, as `LaneStates.load_state_dict` takes them; empty without."""

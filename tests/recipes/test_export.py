@@ -1,0 +1,152 @@
+"""Export, evaluation and resume of the neutral form as a person meets them; what is damaged or foreign is answered."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from callbacks import newest_complete, read_metrics
+from recipes import evaluate, export, pretrain
+from vla_lm.checkpoints import load_model
+from vla_lm.neutral import NeutralCheckpoint
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--config", str(ROOT / "configs/mqar.yaml"), "--model.config.d_model", "16", "--data.n_pairs", "2",
+        "--data.val_n_pairs", "[2]", "--data.val_rows", "16", "--data.length", "16", "--data.val_lengths", "[16]",
+        "--data.global_batch_tokens", "128", "--trainer.max_steps", "6", "--trainer.val_check_interval", "3",
+        "--trainer.log_every_n_steps", "1", "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "2",
+        "--checkpoint.every_n_train_steps", "2", "--state_norms.every_n_steps", "6"]
+
+
+@pytest.fixture(autouse=True)
+def in_project(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A whole run, and its checkpoint of step 4 exported."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    pretrain.main([*TINY, "--run_dir", str(folder), "--checkpoint.keep_last", "9"])
+    export.main([str(folder / "checkpoints/step=000004.ckpt"), "--to", "safetensors"])
+    return folder
+
+
+def refused(recipe, argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        recipe.main(argv)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def losses(folder):
+    lines = read_metrics(folder / "metrics.jsonl")
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+def test_an_export_holds_it_all(run):
+    native = torch.load(run / "checkpoints/step=000004.ckpt", weights_only=True)
+    folder = run / "checkpoints/step=000004.neutral"
+    assert {path.name for path in folder.iterdir()} == {
+        "weights.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "state.json", "complete.json"}
+    weights = load_file(folder / "weights.safetensors")
+    assert weights.keys() == native["state_dict"].keys()
+    assert all(torch.equal(weights[name], value) for name, value in native["state_dict"].items())
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    moments = [load_file(folder / f"{kind}.safetensors") for kind in ("exp_avg", "exp_avg_sq")]
+    assert moments[0].keys() == moments[1].keys() == weights.keys() and all(value.any() for value in moments[1].values())
+    state = json.loads((folder / "state.json").read_text())
+    assert state["global_step"] == 4 and state["MQARDataModule"]["samples"] == 4 * 8
+    assert json.loads((folder / "complete.json").read_text())["step"] == 4
+
+
+def test_the_newest_of_a_run_into_a_folder_of_ones_own(run, tmp_path, capsys):
+    out = tmp_path / "exports" / "mine"
+    export.main([str(run), "--to", "safetensors", "--out", str(out)])
+    assert NeutralCheckpoint(out).state["global_step"] == 6 and f"--resume {out}" in capsys.readouterr().out
+    written = (out / "state.json").stat().st_mtime_ns
+    export.main([str(run), "--out", str(out)])  # is there already
+    assert (out / "state.json").stat().st_mtime_ns == written
+    step_4 = str(run / "checkpoints/step=000004.ckpt")
+    assert "holds the neutral checkpoint of another step" in refused(export, [step_4, "--out", str(out)], capsys)
+    assert "in the neutral form already" in refused(export, [str(out)], capsys)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    assert "is no neutral checkpoint" in refused(export, [str(run), "--out", str(tmp_path / "other")], capsys)
+    assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "exports").iterdir()] == ["mine"]
+
+
+def test_evaluate_and_load_model_take_it(run, tmp_path):
+    folder = run / "checkpoints/step=000004.neutral"
+    a, b = load_model(folder), load_model(folder.with_suffix(".ckpt"))
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
+    lone = tmp_path / "lone"
+    shutil.copytree(folder, lone / "some.neutral")
+    options = ["--pairs", "2", "--lengths", "8", "--rows", "8", "--device", "cpu"]
+    for path, results in ((folder, run), (lone / "some.neutral", lone)):
+        evaluate.main([str(path), *options])
+        assert json.loads((results / "evaluation.json").read_text())["step"] == 4
+
+
+def test_resume_goes_on_to_the_bit(run, tmp_path, capsys):
+    pretrain.main([*TINY, "--run_dir", str(tmp_path / "on"), "--resume", str(run / "checkpoints/step=000004.neutral")])
+    whole = losses(run)
+    assert losses(tmp_path / "on") == {step: whole[step] for step in (5, 6)}
+    ends = [load_model(folder).state_dict() for folder in (run, tmp_path / "on")]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+def test_other_software_s_weights_begin_a_run(run, tmp_path, capsys):
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    weights = load_file(run / "checkpoints/step=000004.neutral/weights.safetensors")
+    save_file(weights, folder / "weights.safetensors")
+    hyper = json.loads((run / "checkpoints/step=000004.neutral/state.json").read_text())["hyper_parameters"]
+    (folder / "state.json").write_text(json.dumps({"format": 1, "global_step": 0, "hyper_parameters": hyper}))
+    assert all(torch.equal(value, weights[name]) for name, value in load_model(folder).state_dict().items())
+    pretrain.main([*TINY, "--run_dir", str(tmp_path / "run"), "--resume", str(folder)])
+    found = losses(tmp_path / "run")
+    assert list(found) == [1, 2, 3, 4, 5, 6] and found[1] < losses(run)[1]  # trained before
+    assert list(read_metrics(tmp_path / "run/metrics.jsonl"))[0]["train/lr"] < hyper["optimizer"]["learning_rate"]
+    (folder / "state.json").write_text(json.dumps({"format": 1, "global_step": 3, "hyper_parameters": hyper}))
+    message = refused(pretrain, [*TINY, "--run_dir", str(tmp_path / "x"), "--resume", str(folder)], capsys)
+    assert "set global_step to 0" in message
+    (folder / "state.json").write_text(json.dumps({"format": 9, "global_step": 0, "hyper_parameters": hyper}))
+    assert "has format 9" in refused(evaluate, [str(folder), "--device", "cpu"], capsys)
+
+
+def test_damage_at_equal_size_is_passed_over(run, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy, symlinks=True)
+    damaged = copy / "checkpoints/step=000006.ckpt"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 255
+    damaged.write_bytes(content)
+    assert newest_complete(copy) == damaged  # its size is right
+    with pytest.warns(UserWarning, match="step=000006.ckpt is damaged.*checksum"):
+        pretrain.main([*TINY, "--run_dir", str(copy), "--resume", "auto"])
+    assert losses(copy) == losses(run)
+    assert (copy / "checkpoints/step=000006.ckpt").read_bytes() != bytes(content)  # written anew
+    weights = copy / "checkpoints/step=000004.neutral/weights.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 255
+    weights.write_bytes(content)
+    message = refused(pretrain, [*TINY, "--run_dir", str(tmp_path / "x"), "--resume", str(weights.parent)], capsys)
+    assert "is damaged: the bytes of weights.safetensors" in message
+
+
+def test_a_folder_of_pickles_is_trusted_in_a_run_alone(tmp_path, capsys):
+    folder = tmp_path / "step=000004.ckpt"
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "checkpoint" / "mp_rank_00_model_states.pt").write_bytes(b"no pickle at all")
+    size = (folder / "checkpoint" / "mp_rank_00_model_states.pt").stat().st_size
+    (tmp_path / "step=000004.ckpt.complete").write_text(json.dumps({"step": 4, "bytes": size}))
+    recipes = [(evaluate, [str(folder), "--device", "cpu"]), (export, [str(folder)]),
+               (pretrain, [*TINY, "--resume", str(folder), "--run_dir", str(tmp_path / "x")])]
+    for recipe, argv in recipes:
+        assert "add --trust-pickle" in refused(recipe, argv, capsys)
+        assert "is no readable checkpoint" in refused(recipe, [*argv, "--trust-pickle"], capsys)
