@@ -12,6 +12,7 @@ from kernels.step import step
 try:
     from kernels.triton_backend import run as triton
     from kernels.triton_check import faulty
+    from kernels.triton_common import unsupported
 except ImportError:  # no Triton on this platform
     def triton(call) -> Output:
         raise ValueError("backend 'triton' needs the package triton, which is not installed here; "
@@ -19,6 +20,9 @@ except ImportError:  # no Triton on this platform
 
     def faulty(call) -> bool:
         return False
+
+    def unsupported(call) -> str:
+        return "nothing here"
 
 try:
     from kernels.triton_recurrent import run as recurrent
@@ -68,7 +72,8 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
         backend: "chunked" (PyTorch), "triton" (CUDA; head sizes 16, 32, 64, 128; not float64; the first call of each
             kind is preceded by a small one compared with "chunked", which takes over with a warning where they
             differ), "recurrent" (the same limits and no gradient; token by token in one launch, for short stretches),
-            "reference" (the token loop) or "auto": "reference" with refresh, else "chunked".
+            "reference" (the token loop) or "auto": "reference" with refresh, "triton" where it takes the call on CUDA,
+            else "chunked".
 
     Returns: `Output`; o has the dtype of v, states are float32 (float64 for float64 input).
     Raises: ValueError or TypeError with the value, what was expected and the mend.
@@ -84,8 +89,9 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
                  chunk_size=chunk_size, diagnostics=diagnostics)
     with torch.autocast(q.device.type, enabled=False):
         if backend == "auto":
-            backend = "chunked" if refresh is None else "reference"
-        elif backend == "triton" and faulty(call):
+            backend = "triton" if q.is_cuda and unsupported(call) is None else "chunked"
+            backend = backend if refresh is None else "reference"
+        if backend == "triton" and faulty(call):
             backend = "chunked"
         return BACKENDS[backend](call)
 

@@ -10,9 +10,11 @@ from torch import Tensor
 from kernels import triton_delta_rule as delta_rule
 from kernels import triton_delta_rule_backward as delta_rule_backward
 from kernels import triton_write_direction as write_direction
+from kernels.chunked import chunked
 from kernels.features import DENOMINATOR_EPS, HEAD_NORM_EPS
 from kernels.state import PENALTY_RULES, Output, State
 from kernels.triton_common import CHUNK, INTERPRETED, Precision, Tables, tables, unsupported
+from kernels.triton_diagnostics import diagnostics as measured
 from kernels.write_direction import checked_inverse, spd_inverse
 
 PRECISIONS = ("bf16", "tf32", "tf32x3", "ieee")
@@ -60,9 +62,11 @@ def run(call, precision: str | None = None) -> Output:
         final = State(S_last.mT, None, z_last if call.readout == "normalized" else None)
         if M0 is not None:
             final = final.with_penalty_inverse(spd_inverse(M_last), torch.float32)
-    if call.diagnostics:
-        from kernels.chunked import chunked
-
+    if call.diagnostics and call.chunk_size % CHUNK == 0:
+        kept = {name: None if x.numel() == 0 else x for name, x in zip(NAMES, results[4:])}
+        table = _tables(call.k.flatten(0, 1), batch, call.bounds)
+        diagnostics = measured(call, table, kept, S_last, None if M0 is None else M_last)
+    elif call.diagnostics:  # at other places than these kernels' own
         with torch.no_grad():
             diagnostics = chunked(replace(call, output_final_state=False)).diagnostics
     return Output(o.view(call.v.shape), final, diagnostics)

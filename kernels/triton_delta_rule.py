@@ -225,8 +225,9 @@ class Memory:
     scales: Tensor
 
 
-def warps(dk: int, dv: int) -> int:
-    return 8 if max(dk, dv) == 128 else 4
+def warps(dk: int, dv: int, precision: Precision) -> int:
+    """Of kernels that work on one chunk: in the forward pass eight are slower in bfloat16, even at 128."""
+    return 8 if max(dk, dv) == 128 and precision.memory != "bf16" else 4
 
 
 def stages(dk: int, dv: int, precision: Precision) -> int:
@@ -252,7 +253,7 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
     """
     tokens, heads, dk = keys.k.shape
     dv, device, count = v.shape[-1], v.device, len(table.chunks)
-    grid, nw = (count * heads,), warps(dk, dv)
+    grid, nw = (count * heads,), warps(dk, dv, precision)
     key_options = dict(F=keys.feature_map, UNIT=keys.unit, HAS_W=keys.w is not None)
     sizes = dict(DK=dk, DV=dv, C=CHUNK)
     inverse = Z = None
@@ -262,12 +263,15 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
         E = torch.empty(tokens, heads, dv, dtype=precision.store, device=device)
         Z = torch.empty(tokens, heads, dk, dtype=precision.store, device=device)
         pending = write is not None and write.pending
+        registers = None  # a thread; with fewer, more programs share a processor
+        if precision.memory == "bf16" and max(dk, dv) < 128:
+            registers = 168 if pending else 128
         rest = (write.starts, write.factors, write.norms) if pending else (None, None, None)
         solve_kernel[grid](keys.k, keys.w, v, beta, g, inverse, E, Z, *rest, table.chunks, heads, **key_options, **sizes,
                            PENDING=pending, HAS_NORMS=rest[2] is not None, READING=precision.reading,
                            HAS_BETA=beta is not None, HAS_G=g is not None, SMALLEST=SMALLEST_BETA, LEAF=LEAF, P=precision.memory,
                            SOLVE=precision.solve, num_warps=nw,
-                           maxnreg=128 if nw == 4 and precision.memory == "bf16" else None)
+                           maxnreg=registers)
     states = torch.empty(count, heads, dk, dv, dtype=precision.store, device=device)
     final = torch.empty(len(table.sequences), heads, dk, dv, dtype=torch.float32, device=device)
     lines = len(table.sequences) * heads

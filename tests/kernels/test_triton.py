@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_cases import VARIANTS, make_inputs
 from torch.utils.checkpoint import checkpoint
-from triton_cases import CPU_CASES, TF32_CASES, errors
+from triton_cases import CPU_CASES, DIAGNOSED, TF32_CASES, diagnostics_errors, errors
 
 from kernels import triton_check, vla
 
@@ -56,6 +56,12 @@ def test_equals_the_chunked_path_in_the_interpreter(interpreted, name):
 def test_equals_the_chunked_path_with_tf32_allowed_in_the_interpreter(interpreted, name):
     found = interpreted[name + ", tf32"]
     assert {key: error for key, error in found.items() if not error < 1e-3} == {}  # directions are multiples of 2^-15
+
+
+@pytest.mark.parametrize("variant", [variant for variant, _ in DIAGNOSED])
+def test_diagnostics_equal_those_of_the_chunked_path_in_the_interpreter(interpreted, variant):
+    found = interpreted[f"diagnostics of {variant}"]
+    assert {key: error for key, error in found.items() if not error < 1e-4} == {}
 
 
 def test_compiled_checkpointed_and_self_checked_in_the_interpreter(interpreted):
@@ -114,6 +120,14 @@ def test_every_kind_passes_the_check_before_its_use(variant, dtype):
         o = checkpoint(lambda: vla(**tensors, backend="triton", **options).o, use_reentrant=False)
         o.float().sum().backward()
     assert torch.equal(o, vla(**tensors, backend="triton", **options).o)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_diagnostics_equal_those_of_the_chunked_path(variant, packed):
+    found = diagnostics_errors(variant, packed, torch.float32, "cuda")
+    assert {key: error for key, error in found.items() if not error < 1e-3} == {}
 
 
 @pytest.mark.gpu

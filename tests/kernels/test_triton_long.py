@@ -10,6 +10,7 @@ from kernels.triton_write_direction import map_forward, stretch_tokens
 
 pytestmark = pytest.mark.gpu
 MILLION = 2**20
+PENALTY = 0.1
 RANKS = (1, 4, 16, 48, 64)  # of the directions, a head each
 
 
@@ -34,11 +35,9 @@ def test_a_million_tokens_forward_and_backward_in_bounded_memory(own):
             assert (x - y).norm() < 2e-2 * y.norm()
 
 
-@pytest.mark.parametrize("tokens", [4096, 65_536, MILLION])
-@pytest.mark.parametrize("precision,own,outside_bound,inside_bound",
-                         [("tf32x3", False, 1e-3, 1e-2), ("tf32x3", True, 1e-3, 1e-2), ("bf16", False, 2e-2, 2e-2)])
-def test_directions_on_low_rank_input(precision, own, outside_bound, inside_bound, tokens):
-    """α̂ of the last 64 tokens against float64, in the float32 path and, for u = W_u k, in bfloat16's."""
+def map_of_the_last_64(precision, own, tokens):
+    """The map's result (direction, length) of the last 64 tokens, and a = A_t k̂_t in float64. Directions are of low rank
+    but for the last 64 of u = k̂; of the last 64 keys 32 are random and 32 within the span."""
     generator = torch.Generator("cuda").manual_seed(0)
     heads, d = len(RANKS), 64
 
@@ -48,19 +47,41 @@ def test_directions_on_low_rank_input(precision, own, outside_bound, inside_boun
     u = torch.stack([draw(rank, d)[torch.randint(rank, (tokens,), generator=generator, device="cuda")]
                      for rank in RANKS], 1)
     k = draw(tokens, heads, d)
-    k[-32:] = u[-32:]  # inside the span of u
+    k[-32:] = u[-32:]
     if own:
         k[:-64], u = u[:-64], k
     table = tables(1, tokens, None, stretch_tokens(tokens, heads, d), k.device)
-    M = 0.1 * torch.eye(d, dtype=torch.float64, device="cuda").repeat(heads, 1, 1)
+    M = PENALTY * torch.eye(d, dtype=torch.float64, device="cuda").repeat(heads, 1, 1)
     found, _ = map_forward(k, None if own else u, M[None], table, feature_map="identity", scale=1.0, raw=False, unit=True,
-                        precision=resolve(precision, k, k))
+                           precision=resolve(precision, k, k))
     unit_k, unit_u = (x.double() / x.double().norm(dim=-1, keepdim=True) for x in (k[-64:], u))
     M = M + torch.einsum("thi,thj->hij", unit_u[:-64], unit_u[:-64])
     M = M + torch.einsum("thi,thj->thij", unit_u[-64:], unit_u[-64:]).cumsum(0)
-    a = torch.linalg.solve(M, unit_k[..., None])[..., 0]
-    error = (found.w[-64:].double() - a / a.norm(dim=-1, keepdim=True)).norm(dim=-1)
-    outside, inside = ([f"{x:.0e}" for x in part.amax(0).tolist()] for part in error.split(32))
-    print(f"{precision} own={own} {tokens}: outside", *outside, "inside", *inside)
-    assert (error[:32] < outside_bound).all(), outside
-    assert (error[32:] < inside_bound).all(), inside
+    return found.w[-64:].double(), found.norms[-64:].double(), torch.linalg.solve(M, unit_k[..., None])[..., 0]
+
+
+def worst(error):
+    """Largest over the 32 tokens outside the span and the 32 inside, [2, ranks]."""
+    return error.norm(dim=-1).view(2, 32, -1).amax(1)
+
+
+@pytest.mark.parametrize("tokens", [4096, 65_536, MILLION])
+@pytest.mark.parametrize("own", [False, True])
+def test_directions_on_low_rank_input(own, tokens):
+    """α̂ in the float32 path, where A, its factors and what they are applied to are float64."""
+    w, _, a = map_of_the_last_64("tf32x3", own, tokens)
+    outside, inside = worst(w - a / a.norm(dim=-1, keepdim=True))
+    print(f"own={own} {tokens}: outside", *(f"{x:.0e}" for x in outside), "inside", *(f"{x:.0e}" for x in inside))
+    assert (outside < 1e-3).all() and (inside < 1e-2).all()
+
+
+@pytest.mark.parametrize("tokens", [4096, 65_536, MILLION])
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_the_map_on_low_rank_input_with_a_float32_A(precision, tokens):
+    """Inside the span ‖a‖ falls like 1/T to below the rounding of A's largest entries 1/λ0, so no direction is left there;
+    a itself is right in units of 1/λ0, and so is the direction of what is not in the span."""
+    w, norms, a = map_of_the_last_64(precision, False, tokens)
+    direction = worst(w - a / a.norm(dim=-1, keepdim=True))[0]
+    whole = worst(w * norms[..., None] - a).amax(0) * PENALTY
+    print(f"{precision} {tokens}: direction outside", *(f"{x:.0e}" for x in direction), "a", *(f"{x:.0e}" for x in whole))
+    assert (direction < 3e-2).all() and (whole < 5e-3).all()

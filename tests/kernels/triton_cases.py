@@ -6,6 +6,7 @@ in a test session may have happened already, so `test_triton.py` starts it as a 
 
 import json
 import sys
+from dataclasses import fields
 
 import torch
 from kernel_cases import make_inputs, relative_errors, run
@@ -32,6 +33,7 @@ CPU_CASES = {
 
 # Those that compute otherwise where PyTorch allows tf32: A in float32, directions in multiples of 2^-15.
 TF32_CASES = ("unit, headwise, state", "unit, packed, state", "unit key, scaled", "gain", "gain raw")
+DIAGNOSED = (("unit", True), ("gain-key", False), ("fixed", False), ("linear", False))  # variant, packed
 
 
 def errors(name, cases, dtype=torch.float32, device="cpu"):
@@ -50,6 +52,23 @@ def errors(name, cases, dtype=torch.float32, device="cpu"):
         if "dA" in x:  # A is symmetric: only the symmetric part of its gradient has a meaning
             x["dA"] = (x["dA"] + x["dA"].mT) / 2
     return relative_errors(results, truth)
+
+
+def diagnostics_errors(variant, packed, dtype=torch.float32, device="cpu"):
+    """Relative error of every diagnostic at ends of chunks of 128, which come from the kernels' own pass."""
+    bounds = torch.tensor([0, 3, 140, 200], device=device) if packed else None
+    leaves, options = make_inputs(variant, "headwise", 1 if packed else 2, 200, 1, 16, 16, sequences=3 if packed else None)
+    tensors = {key: None if leaves[key] is None else leaves[key].to(device, torch.float32 if key == "penalty" else dtype)
+               for key in ("q", "k", "v", "u", "penalty", "beta", "g")}
+    found = []
+    for backend in ("triton", "chunked"):
+        wide = {key: x if x is None or backend == "triton" else x.double() for key, x in tensors.items()}
+        x = vla(**wide, diagnostics=True, chunk_size=128, cu_seqlens=bounds, backend=backend, **options).diagnostics
+        found.append({f.name: getattr(x, f.name) for f in fields(x)})
+    assert torch.equal(found[0].pop("chunk_ends"), found[1].pop("chunk_ends"))
+    assert [x is None for x in found[0].values()] == [x is None for x in found[1].values()]
+    return {name: float((x - found[1][name]).norm() / found[1][name].norm().clamp(min=1e-6))
+            for name, x in found[0].items() if x is not None}
 
 
 def against_plain(wrap):
@@ -83,6 +102,7 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("high")
     found |= {name + ", tf32": errors(name, CPU_CASES) for name in TF32_CASES}
     torch.set_float32_matmul_precision("highest")
+    found |= {f"diagnostics of {variant}": diagnostics_errors(variant, packed) for variant, packed in DIAGNOSED}
     found["compiled"] = against_plain(lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))
     found["checkpointed"] = against_plain(lambda f: lambda *inputs: checkpoint(f, *inputs, use_reentrant=False))
     found["self-check"] = {"error": self_check()}
