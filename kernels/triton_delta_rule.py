@@ -225,9 +225,9 @@ class Memory:
     scales: Tensor
 
 
-def warps(dk: int, dv: int, precision: Precision) -> int:
-    """Of kernels that work on one chunk: in the forward pass eight are slower in bfloat16, even at 128."""
-    return 8 if max(dk, dv) == 128 and precision.memory != "bf16" else 4
+def warps(dk: int, dv: int) -> int:
+    """Of a kernel that works on one chunk."""
+    return 8 if max(dk, dv) == 128 else 4
 
 
 def stages(dk: int, dv: int, precision: Precision) -> int:
@@ -253,7 +253,7 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
     """
     tokens, heads, dk = keys.k.shape
     dv, device, count = v.shape[-1], v.device, len(table.chunks)
-    grid, nw = (count * heads,), warps(dk, dv, precision)
+    grid, nw = (count * heads,), 4 if precision.memory == "bf16" else warps(dk, dv)
     key_options = dict(F=keys.feature_map, UNIT=keys.unit, HAS_W=keys.w is not None)
     sizes = dict(DK=dk, DV=dv, C=CHUNK)
     inverse = Z = None
