@@ -9,7 +9,7 @@ ARGS   ?=
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help env pretrain test test-gpu clean
+.PHONY: help env pretrain test test-gpu test-cluster clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -39,6 +39,9 @@ test: $(READY)  ## all tests that need no GPU
 
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+test-cluster: $(READY)  ## many processes, faults and a SLURM of two virtual nodes (Debian: slurmctld slurmd slurm-client munge)
+	$(BIN)/python -m pytest -q -m cluster -rs $(ARGS)
 
 clean:  ## remove the virtual environment (runs and stores stay)
 	rm -rf $(VENV)

@@ -1,7 +1,7 @@
-"""Name the rank that failed first and show why, from a start's logs: python slurm/first_failure.py RUN_DIR/logs/start-0
+"""Name the rank that failed first and show why: python slurm/first_failure.py RUN_DIR/logs/123-start-0
 
-A rank that meets an exception leaves rank-N.error.json (torch's `record`: message, traceback, time); the earliest is the
-cause, the others follow from it. Where there is none (killed from outside, or stopped with a message), the logs' last words.
+A rank that meets an exception leaves rank-N.error.json (torch's `record`: message, traceback, time); the earliest is
+the cause, the others follow from it. Where there is none: the ranks' last words, or which ranks left none.
 """
 
 import json
@@ -26,15 +26,20 @@ def first_failure(logs: Path) -> str:
             continue
     if errors:
         path = min(errors, key=lambda path: errors[path][:2])
-        return f"rank {rank(path)} failed first ({len(errors)} failed in all); its log: {logs / f'rank-{rank(path)}.log'}\n{errors[path][2]}"
-    said = {}
+        log = logs / f"rank-{rank(path)}.log"
+        return f"rank {rank(path)} failed first ({len(errors)} failed in all); its log: {log}\n{errors[path][2]}"
+    said, silent = {}, []
     for path in sorted(logs.glob("rank-*.log"), key=rank):
-        lines = [line for line in path.read_text(errors="replace").splitlines() if re.match(r"stopped|error|Fatal", line)]
-        if lines and "another rank has ended" not in lines[-1]:
+        text = path.read_text(errors="replace").splitlines()
+        lines = [line for line in text if re.match("stopped|error|Fatal", line)] or [""]
+        if not lines[-1]:
+            silent.append(rank(path))
+        elif "another rank has ended" not in lines[-1]:
             said.setdefault(lines[-1], []).append(rank(path))
     if said:
         return "\n".join(f"rank {', '.join(map(str, ranks))}: {line}" for line, ranks in said.items())
-    return f"no rank left a word: killed from outside, or out of memory (srun's message above); the ranks' logs: {logs}"
+    return (f"rank {', '.join(map(str, silent))} left no word: killed from outside or out of memory, as srun says above; "
+            f"the ranks' logs: {logs}")
 
 
 if __name__ == "__main__":

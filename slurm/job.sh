@@ -40,7 +40,7 @@ train() {
   shift
   set -- --trainer.devices "$SLURM_NTASKS_PER_NODE" --trainer.num_nodes "$SLURM_JOB_NUM_NODES" "$@"
   "$python" -m recipes.preflight "$@" || exit 2
-  logs=$run_dir/logs/start-${SLURM_RESTART_COUNT:-0}
+  logs=$run_dir/logs/$SLURM_JOB_ID-start-${SLURM_RESTART_COUNT:-0}
   mkdir -p "$logs"
   refuse_vain_start "$run_dir"
   echo "start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST; watch: tail -f $logs/rank-0.log"
