@@ -1,8 +1,8 @@
 """Trains the same few steps in every way, on one process or as one of two gloo processes; see test_equivalence.py.
 
-    python run.py FOLDER STORE      with WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for two processes
+    python run.py FOLDER STORE [CASES]      with WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for two processes
 
-Each case leaves FOLDER/<case>.pt, as `record` writes it.
+CASES names one of the functions at the end, every_case by default. Each case leaves FOLDER/<case>.pt, as `record` writes it.
 """
 
 import os
@@ -36,6 +36,8 @@ ROWS, LENGTH, VOCAB = 8, 26, 32
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
 # The ways to train.
 WAYS = {1: ["one"], 2: ["ddp", "zero1", "zero2", "zero3"]}[WORLD]
+# The accumulation of their resumed runs: not all alike, as the tests' time is short.
+RESUMED = {"one": 4, "ddp": 1, "zero1": 4, "zero2": 1, "zero3": 4}
 
 
 class CPUShardedStrategy(ShardedStrategy):
@@ -48,10 +50,15 @@ class CPUShardedStrategy(ShardedStrategy):
 
 
 def strategy(way: str):
+    """one, ddp, zero1, zero2, zero3, or zero2-offload and zero3-offload: the optimizer on the host."""
     if way == "one":
         return "auto"
     settings = {"process_group_backend": "gloo", "cluster_environment": LightningEnvironment()}
-    return DDPStrategy(**settings) if way == "ddp" else CPUShardedStrategy(stage=int(way[-1]), **settings)
+    if way == "ddp":
+        return DDPStrategy(**settings)
+    if way.endswith("-offload"):
+        settings |= {"offload_optimizer": True, "config": {"zero_force_ds_cpu_optimizer": False}}
+    return CPUShardedStrategy(stage=int(way[4]), **settings)
 
 
 class Poison(pl.Callback):
@@ -107,8 +114,12 @@ def whole(module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def train(folder: Path, way: str, accumulation: int, resume=None, store=None, precision="32-true", extra=()) -> Watch:
-    """One run of STEPS optimizer steps of ROWS rows: associative recall, or the documents of a store, carried on."""
+def train(folder: Path, way: str, accumulation: int, resume=None, store=None, precision="32-true", extra=(),
+          fields=None, implementation="torch") -> Watch:  # fmt: skip
+    """One run of STEPS optimizer steps of ROWS rows: associative recall, or the documents of a store, carried on.
+
+    `fields`: further ones of ModelConfig; `implementation`: of AdamW.
+    """
     pl.seed_everything(3, verbose=False)
     rows = {"micro_batch_rows": ROWS // WORLD // accumulation, "val_rows": 8, "val_batch_rows": 4}
     if store is None:
@@ -119,9 +130,9 @@ def train(folder: Path, way: str, accumulation: int, resume=None, store=None, pr
                                    global_batch_tokens=ROWS * 32, **rows)  # fmt: skip
     model = LanguageModel(
         ModelConfig(vocab_size=data.vocab_size, d_model=16, n_layers=2, n_heads=2, max_positions=LENGTH, mixer="vla",
-                    style="modern" if store else "paper"),
+                    style="modern" if store else "paper", **fields or {}),
         # A large epsilon: Adam's step for a gradient of rounding noise alone would otherwise have a random sign.
-        OptimizerConfig(learning_rate=3e-3, warmup_steps=2, eps=1e-4),
+        OptimizerConfig(learning_rate=3e-3, warmup_steps=2, eps=1e-4, implementation=implementation),
     )  # fmt: skip
     watch = Watch()
     callbacks = [FiniteGuard(), GradientNorms(), Throughput(), StateNorms(every_n_steps=2), watch, *extra,
@@ -149,21 +160,22 @@ def record(folder: Path, case: str, watch: Watch) -> None:
             "engine_norms": watch.engine_norms,
             "state_norms": [line["state_norm/layers.1"] for line in lines if "state_norm/layers.1" in line],
             "weights": watch.weights[STEPS],
+            "initial": watch.weights[min(watch.weights)],
             "began": min(watch.weights),
         }
         torch.save(found, folder / f"{case}.pt")
 
 
-def resumed(folder: Path, case: str, way: str, **settings) -> None:
+def resumed(folder: Path, case: str, way: str, accumulation: int, **settings) -> None:
     """Stopped after STOP of STEPS steps, then resumed."""
-    train(folder / case, way, 2, extra=[Stop()], **settings)
-    record(folder, case, train(folder / case, way, 2, resume=newest_complete(folder / case), **settings))
+    train(folder / case, way, accumulation, extra=[Stop()], **settings)
+    record(folder, case, train(folder / case, way, accumulation, resume=newest_complete(folder / case), **settings))
 
 
-def poisoned(folder: Path, case: str, way: str) -> None:
+def poisoned(folder: Path, case: str, way: str, **settings) -> None:
     watch, stopped = Watch(), None
     try:
-        train(folder / case, way, 2, extra=[Poison(), watch])
+        train(folder / case, way, 2, extra=[Poison(), watch], **settings)
     except NonFiniteError as error:
         stopped = {"step": error.step, "layer": error.layer, "message": str(error)}
     torch.save((stopped, watch.weights, watch.at_exception), folder / f"{case}-rank{RANK}.pt")
@@ -171,21 +183,41 @@ def poisoned(folder: Path, case: str, way: str) -> None:
 
 def every_case(folder: Path, store: str) -> None:
     for way in WAYS:
-        for accumulation in (1, 2):
+        for accumulation in (1, 4):
             case = f"{way}-{accumulation}"
             record(folder, case, train(folder / case, way, accumulation))
-        resumed(folder, f"{way}-resumed", way)
+        resumed(folder, f"{way}-resumed", way, RESUMED[way])
         poisoned(folder, f"{way}-nan", way)
     for way in [way for way in WAYS if way in ("one", "ddp", "zero3")]:
         case = f"{way}-documents"
         record(folder, case, train(folder / case, way, 2, store=store))
-        resumed(folder, f"{case}-resumed", way, store=store)
-    for way in [way for way in WAYS if way in ("zero1", "zero3")]:
-        for precision in ("bf16-mixed", "bf16-true"):
-            case = f"{way}-{precision}"
-            record(folder, case, train(folder / case, way, 2, precision=precision))
+        # The blocks of the resumed run are computed again in the backward pass: the same bits.
+        resumed(folder, f"{case}-resumed", way, 2, store=store, fields={"activation_checkpointing": True})
+    if WORLD == 1:
+        record(folder, "one-mixed", train(folder / "one-mixed", "one", 1, precision="bf16-mixed"))
+    else:
+        record(folder, "zero3-mixed", train(folder / "zero3-mixed", "zero3", 1, precision="bf16-mixed"))
+
+
+def offload_and_lean(folder: Path, store: str) -> None:
+    if WORLD == 1:
+        record(folder, "one-1", train(folder / "one-1", "one", 1))
+        record(folder, "one-fused", train(folder / "one-fused", "one", 1, implementation="fused"))
+        record(folder, "one-mixed", train(folder / "one-mixed", "one", 1, precision="bf16-mixed"))
+        return
+    for way in ("zero2-offload", "zero3-offload"):
+        record(folder, way, train(folder / way, way, 4))
+        resumed(folder, f"{way}-resumed", way, 4)
+        poisoned(folder, f"{way}-nan", way)
+    record(folder, "zero3-fused", train(folder / "zero3-fused", "zero3-offload", 4, implementation="fused"))
+    for way in ("zero1", "zero2", "zero3"):
+        for name, precision in (("lean", "bf16-true"), ("mixed", "bf16-mixed")):
+            case = f"{way}-{name}"
+            record(folder, case, train(folder / case, way, 4, precision=precision))
+            resumed(folder, f"{case}-resumed", way, 4, precision=precision)
+            poisoned(folder, f"{case}-nan", way, precision=precision)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    every_case(Path(sys.argv[1]), sys.argv[2])
+    globals()[sys.argv[3] if len(sys.argv) > 3 else "every_case"](Path(sys.argv[1]), sys.argv[2])

@@ -1,11 +1,12 @@
 """Two processes train what one process trains: losses, gradient norms, weights, resume, and a stop for all.
 
-Under DDP and ZeRO 1, 2, 3, at accumulation 1 and 2, with the real model, data and callbacks, and with numbers of valid
+Under DDP and ZeRO 1, 2, 3, at accumulation 1 and 4, with the real model, data and callbacks, and with numbers of valid
 targets that differ from rank to rank. Everything is float32; sums are taken in another order, nothing else differs:
 
     losses     relative 5e-6        (measured: 7e-8)
     norms      relative 3e-5        (measured: 6e-7, with documents 8e-6)
     weights    absolute 2e-6 after six AdamW steps of up to 3e-3        (measured: 2e-7)
+    initial    to the bit
 """
 
 import os
@@ -29,9 +30,9 @@ SHARDED = ["zero1", "zero2", "zero3"]
 CLOSE = dict(rel=5e-6, abs=1e-9)
 
 
-def start(folder, store, **environment):
+def start(folder, store, cases, **environment):
     settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
-    command = [sys.executable, "-W", "ignore", str(RUN), str(folder), str(store)]
+    command = [sys.executable, "-W", "ignore", str(RUN), str(folder), str(store), cases]
     return subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -45,12 +46,17 @@ def runs(tmp_path_factory):
         picks = torch.randint(len(words), (40 + 25 * index,), generator=torch.Generator().manual_seed(index))
         (texts / f"{index}.txt").write_text(" ".join(words[pick] for pick in picks))
     prepare_store(store, StoreRequest(Corpus((str(texts),)), 300, None, 0.2), 1)
+    return trained(folder, store, "every_case")
+
+
+def trained(folder, store, cases):
+    """Runs the cases on two processes and on one, beside each other."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0"}
-    processes = [start(folder, store, LOCAL_RANK=str(rank), **ranks) for rank in range(2)]
-    processes.append(start(folder, store))
+    processes = [start(folder, store, cases, LOCAL_RANK=str(rank), **ranks) for rank in range(2)]
+    processes.append(start(folder, store, cases))
     try:
         for process in processes:
             output, _ = process.communicate(timeout=240)
@@ -72,7 +78,8 @@ def assert_same_training(found, expected, weights=2e-6):
     assert len(found["norms"]) == len(expected["norms"]) == 6
     for here, there in zip(found["norms"], expected["norms"]):
         assert here == pytest.approx(there, rel=3e-5)
-    assert found["weights"].keys() == expected["weights"].keys()
+    assert found["weights"].keys() == expected["weights"].keys() == found["initial"].keys()
+    assert found["began"] or all(torch.equal(found["initial"][name], w) for name, w in expected["initial"].items())
     for name, weight in expected["weights"].items():
         assert (found["weights"][name] - weight).abs().max() < weights, name
 
@@ -89,7 +96,7 @@ def test_the_setting_is_a_hard_one(runs):
     assert all(step["global"] > 0.5 and step["clip_rate"] == 1 for step in norms)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("way", ["one", "ddp", *SHARDED])
 def test_the_same_training(runs, way, accumulation):
     found = load(runs, f"{way}-{accumulation}")
@@ -105,7 +112,7 @@ def test_the_same_training_on_documents_with_carried_states(runs, way):
 
 @pytest.mark.parametrize(
     "case, whole",
-    [(f"{way}-resumed", f"{way}-2") for way in ("one", "ddp", *SHARDED)]
+    [(f"{way}-resumed", f"{way}-{run.RESUMED[way]}") for way in ("one", "ddp", *SHARDED)]
     + [(f"{way}-documents-resumed", f"{way}-documents") for way in ("one", "ddp", "zero3")],
 )
 def test_resume_goes_on_to_the_bit(runs, case, whole):
@@ -118,8 +125,8 @@ def test_resume_goes_on_to_the_bit(runs, case, whole):
 
 @pytest.mark.parametrize("kind", ["", "-documents"])
 def test_resume_on_another_number_of_processes(runs, tmp_path, kind):
-    """Saved by two processes at accumulation 2, resumed by one process at accumulation 1."""
-    whole = f"ddp{kind or '-2'}"
+    """Saved by two processes at accumulation 4, resumed by one process at accumulation 1."""
+    whole = f"ddp{kind or '-4'}"
     saved = runs / whole / "checkpoints" / "step=000004.ckpt"
     watch = run.train(tmp_path, "one", 1, resume=saved, store=runs / "store" if kind else None)
     expected = load(runs, whole)
@@ -133,7 +140,7 @@ def test_resume_on_another_number_of_processes(runs, tmp_path, kind):
 @pytest.mark.parametrize("way", ["one", "ddp", *SHARDED])
 def test_a_nan_on_one_rank_stops_all_with_the_weights_untouched(runs, way):
     stops = [load(runs, f"{way}-nan-rank{rank}") for rank in range(1 if way == "one" else 2)]
-    expected = load(runs, f"{way}-2")
+    expected = load(runs, f"{way}-4")
     for stopped, weights, at_exception in stops:
         assert stopped["step"] == 4 and stopped["layer"] == "layers.0"
         assert stopped == stops[0][0] and "step=000002.ckpt" in stopped["message"]
@@ -142,11 +149,70 @@ def test_a_nan_on_one_rank_stops_all_with_the_weights_untouched(runs, way):
         assert not torch.equal(at_exception["transformer.norm.weight"], expected["weights"]["transformer.norm.weight"])
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("way", ["zero1", "zero3"])
-def test_bf16_norms_are_the_engine_s(runs, way, precision):
-    found, exact = load(runs, f"{way}-{precision}"), load(runs, "one-1")
+def test_bf16_mixed_under_zero_is_what_it_is_elsewhere(runs):
+    """Float32 weights and sums, bfloat16 matmuls: as close to one process as that process's own rounding allows."""
+    found, expected, exact = load(runs, "zero3-mixed"), load(runs, "one-mixed"), load(runs, "one-1")
+    assert_same_training_in_bf16(found, expected, exact)
+    assert all(torch.equal(found["initial"][name], weight) for name, weight in exact["initial"].items())
+
+
+def assert_same_training_in_bf16(found, expected, exact):
+    """`expected`: one process in bf16-mixed, `exact`: in float32. Losses within 2e-3, norms 2 %, weights 6e-4 (six steps
+    of up to 3e-3)."""
     norms = [step["global"] for step in found["norms"]]
     assert found["engine_norms"] == pytest.approx(norms, rel=1e-5)
-    assert norms == pytest.approx([step["global"] for step in exact["norms"]], rel=0.05)
-    assert found["losses"] == pytest.approx(exact["losses"], rel=0.02)
+    assert norms == pytest.approx([step["global"] for step in expected["norms"]], rel=0.02)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
+    assert found["losses"] != exact["losses"], "the matmuls are not float32"
+    for name, weight in expected["weights"].items():
+        assert (found["weights"][name].float() - weight).abs().max() < 6e-4, name
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("more"), "none", "offload_and_lean")
+
+
+@pytest.mark.cluster
+class TestOffloadAndLean:
+    @pytest.mark.parametrize("way", ["zero2-offload", "zero3-offload"])
+    def test_the_optimizer_on_the_host(self, more_runs, way):
+        found = load(more_runs, way)
+        assert_same_training(found, load(more_runs, "one-1"))
+        assert found["engine_norms"] == pytest.approx([step["global"] for step in found["norms"]], rel=1e-5)
+
+    def test_fused_adamw_on_the_host(self, more_runs):
+        assert_same_training(load(more_runs, "zero3-fused"), load(more_runs, "one-1"))
+        assert_same_training(load(more_runs, "one-fused"), load(more_runs, "one-1"))
+
+    @pytest.mark.parametrize("way", SHARDED)
+    def test_bf16_mixed(self, more_runs, way):
+        found, expected, exact = (load(more_runs, case) for case in (f"{way}-mixed", "one-mixed", "one-1"))
+        assert_same_training_in_bf16(found, expected, exact)
+
+    @pytest.mark.parametrize("way", SHARDED)
+    def test_lean_has_float32_masters_and_sums(self, more_runs, way):
+        """bfloat16 parameters beside masters that start from the rounded weights: 2^-9 of a weight away."""
+        found, exact = load(more_runs, f"{way}-lean"), load(more_runs, "one-1")
+        for name, weight in exact["initial"].items():
+            assert torch.equal(found["initial"][name], weight.bfloat16().float()), name
+        norms = [step["global"] for step in found["norms"]]
+        assert found["engine_norms"] == pytest.approx(norms, rel=1e-5)
+        assert norms == pytest.approx([step["global"] for step in exact["norms"]], rel=0.05)
+        assert found["losses"] == pytest.approx(exact["losses"], rel=5e-3)
+        change = [(exact["weights"][n] - exact["initial"][n]).norm() for n in exact["weights"]]
+        apart = [(found["weights"][n] - exact["weights"][n] - found["initial"][n] + exact["initial"][n]).norm()
+                 for n in exact["weights"]]  # fmt: skip
+        assert sum(apart) < 0.15 * sum(change), "what was learned is the same but for rounding"
+        masters = torch.cat([weight.flatten() for weight in found["weights"].values()])
+        assert (masters != masters.bfloat16().float()).float().mean() > 0.9, "masters have float32's digits"
+
+    @pytest.mark.parametrize("case", ["zero2-offload", "zero3-offload", *(f"{w}-{k}" for w in SHARDED for k in ("lean", "mixed"))])
+    def test_resume_and_a_nan_on_one_rank(self, more_runs, case):
+        found, expected = load(more_runs, f"{case}-resumed"), load(more_runs, case)
+        assert found["began"] == 4 and found["losses"] == expected["losses"]
+        assert all(torch.equal(found["weights"][name], weight) for name, weight in expected["weights"].items())
+        stops = [load(more_runs, f"{case}-nan-rank{rank}") for rank in range(2)]
+        for stopped, weights, at_exception in stops:
+            assert stopped["step"] == 4 and stopped == stops[0][0]
+            assert all(torch.equal(weights[3][name], weight) for name, weight in at_exception.items())
