@@ -51,7 +51,9 @@ class ResumableLoader(DataLoader):
         except RuntimeError as error:
             if not str(error).startswith("DataLoader"):
                 raise
-            for worker in multiprocessing.active_children():  # one that hangs would keep this process from ending
+            # A worker that hangs would keep this process from ending; torch would take its death for another error.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for worker in multiprocessing.active_children():
                 worker.kill()
             if "timed out" in str(error):
                 raise DataError(f"no batch came from {self.num_workers} loader workers within {self.timeout:g} s: "

@@ -56,6 +56,17 @@ class Ranks:
                 process.kill()
         return [process.returncode for process in self.processes], outputs
 
+    def refused(self) -> str:
+        """What rank 0 said when it ended with exit code 2; the other one waits for it then, until its launcher ends it."""
+        try:
+            output = self.processes[0].communicate(timeout=60)[0]
+        finally:
+            for process in self.processes:
+                process.kill()
+        self.end(10)
+        assert self.processes[0].returncode == 2 and "Traceback" not in output, output
+        return output
+
     def finish(self, seconds: float = 120) -> None:
         codes, outputs = self.end(seconds)
         assert codes == [0, 0], outputs

@@ -95,7 +95,7 @@ def test_a_loader_worker_that_hangs_on_one_rank(tmp_path):
     assert codes == [3, 3], outputs
     assert "stopped: no batch came from 1 loader workers within 3 s" in outputs[1] and "--resume" in outputs[1], outputs
     assert "another rank has ended" in outputs[0], outputs
-    assert newest_complete(tmp_path / "run").name == "step=000003.ckpt"
+    assert newest_complete(tmp_path / "run").name == "step=000006.ckpt"
 
 
 def documents(folder: Path, *more: str) -> list[str]:
@@ -130,8 +130,7 @@ def test_a_store_that_vanishes_under_a_run(tmp_path):
     codes, outputs = ranks.end(90)
     assert codes == [143, 0], outputs
     saved = newest_complete(tmp_path / "run").name
-    codes, outputs = Ranks(tmp_path / "run", argv).end(60)
-    assert codes == [2, 2] and f"no token store at {tmp_path / 'store'}" in outputs[0] and "Traceback" not in outputs[0]
+    assert f"no token store at {tmp_path / 'store'}" in Ranks(tmp_path / "run", argv).refused()
     assert newest_complete(tmp_path / "run").name == saved
     (tmp_path / "elsewhere").rename(tmp_path / "store")
     Ranks(tmp_path / "run", argv).finish()
