@@ -21,7 +21,7 @@ def run(rows, lengths, tokens, heads, dim, dtype, device, readout, record, progr
 
 def curve(found: dict[int, list[dict]], row: str, name: str) -> dict[int, float]:
     """{T: milliseconds} of one row and pass."""
-    return {T: r[name]["ms"] for T, rows in found.items() for r in rows if r["row"] == row and "ms" in r.get(name, {})}
+    return {T: r[name]["ms"] for T, rows in sorted(found.items()) for r in rows if r["row"] == row and "ms" in r.get(name, {})}
 
 
 def crossing(times: dict[int, float], other: dict[int, float]) -> float | None:

@@ -1,8 +1,8 @@
-"""The chunked backend on CUDA against the float64 token loop on the CPU, and against itself on the CPU."""
+"""The operator on CUDA against the float64 token loop on the CPU, and against itself on the CPU."""
 
 import pytest
 import torch
-from kernel_cases import VARIANTS, assert_close, make_inputs, run
+from kernel_cases import VARIANTS, assert_close, make_inputs, relative_errors, run
 
 from kernels import vla, vla_step
 
@@ -26,15 +26,19 @@ def test_float64_equals_the_token_loop(variant, readout, packed):
     assert_close(found, truth, 1e-11)
 
 
-@pytest.mark.parametrize("dtype,bound,gradient_bound", [(torch.float32, 2e-4, 2e-4), (torch.bfloat16, 5e-3, 0.1)])
+@pytest.mark.parametrize("dtype,backend,bound,gradient_bound", [
+    (torch.float32, "chunked", 2e-4, 2e-4), (torch.float32, "auto", 2e-4, 2e-4),
+    (torch.bfloat16, "chunked", 5e-3, 0.1), (torch.bfloat16, "auto", 5e-2, 0.1)])  # auto: Triton, matmuls in bfloat16
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_single_and_half_precision(variant, packed, dtype, bound, gradient_bound):
+def test_single_and_half_precision(variant, packed, dtype, backend, bound, gradient_bound):
     # Values that bfloat16 holds, one truth for both; bounds as in test_precision.
     leaves, options = make_inputs(variant, "headwise", 1, 257, 2, 64, 64, dtype=torch.bfloat16)
     cu = torch.tensor([0, 100, 257]) if packed else None
     truth = run(_to(leaves, "cpu", torch.float64), options, backend="reference", cu_seqlens=cu)
-    found = run(_to(leaves, dtype=dtype), options, cu_seqlens=None if cu is None else cu.cuda())
+    found = run(_to(leaves, dtype=dtype), options, cu_seqlens=None if cu is None else cu.cuda(), backend=backend)
+    errors = relative_errors(found, truth)
+    print(variant, packed, dtype, backend, {name: f"{error:.0e}" for name, error in errors.items()})
     outputs = [name for name in truth if not name.startswith("d")]
     assert_close({n: found[n] for n in outputs}, {n: truth[n] for n in outputs}, bound)
     assert_close(found, truth, gradient_bound)
