@@ -25,7 +25,7 @@ def prune(folder: Path, keep_last: int, keep_best: int, keep_every: int | None, 
     for path, marker in complete_checkpoints(folder, kinds=("neutral",)).items():
         if marker.get("made_for") == "resume" and not path.with_suffix(".ckpt").exists():
             remove(path)
-    for stray in folder.glob("*.partial"):
+    for stray in folder.glob("*.ckpt*.partial"):  # not those of an export that is being written now
         remove(stray)
     return best
 
