@@ -38,8 +38,8 @@ def first_failure(logs: Path) -> str:
             said.setdefault(lines[-1], []).append(rank(path))
     if said:
         return "\n".join(f"rank {', '.join(map(str, ranks))}: {line}" for line, ranks in said.items())
-    return (f"rank {', '.join(map(str, silent))} left no word: killed from outside or out of memory, as srun says above; "
-            f"the ranks' logs: {logs}")
+    return (f"rank {', '.join(map(str, silent))} left no word: killed from outside or out of memory, as srun says "
+            f"above; the ranks' logs: {logs}")
 
 
 if __name__ == "__main__":

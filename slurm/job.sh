@@ -28,8 +28,8 @@ refuse_vain_start() {
   fi
   echo "$newest $vain" > "$1/requeues"
   if [ "$vain" -ge "$MAX_VAIN_STARTS" ]; then
-    echo "requeued $vain times without a new checkpoint (newest: $newest), so this job gives up. Raise --time, warn earlier" \
-         "(--signal=USR1@SECONDS), or save oftener (--checkpoint.every_n_train_steps); the starts' logs: $1/logs" >&2
+    echo "requeued $vain times without a new checkpoint (newest: $newest), so this job gives up. Raise --time, warn" \
+         "earlier (--signal=USR1@SECONDS), or save oftener (--checkpoint.every_n_train_steps); the starts' logs: $1/logs" >&2
     exit 1
   fi
 }

@@ -59,7 +59,7 @@ def test_the_step_is_finished_logged_and_saved(hook, step, saved, tmp_path):
         run(tmp_path, SendIn(hook, step, USR1, TERM, INT))
     assert stop.value.code == REQUEUE and f"SIGUSR1: step {saved} is saved in" in str(stop.value)
     assert Path(stop.value.saved).name == f"step={saved:06d}.ckpt" and Path(f"{stop.value.saved}.complete").exists()
-    assert steps(tmp_path, "train/loss") == list(range(1, saved + 1)), "the last step is in the curve, and none after it"
+    assert steps(tmp_path, "train/loss") == list(range(1, saved + 1)), "the last step too, and none after it"
     assert steps(tmp_path, "val/loss") == [4] * (saved >= 4), "a validation that was due is in the curve"
     assert signal.getsignal(TERM) == signal.SIG_IGN, "nothing disturbs the way out"
     signal.signal(USR1, signal.SIG_DFL)

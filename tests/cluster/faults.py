@@ -1,4 +1,4 @@
-"""What goes wrong in a run under test, as callbacks and data that a command line can name; and a pace, so that it is hit."""
+"""What goes wrong in a run under test, as callbacks and data that a command line can name; and a pace, to hit it."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ if "TEST_WORKER_TIMEOUT" in os.environ:
 
 
 class Pace(Callback):
-    """Sleeps before every micro-batch, in a job's first start alone; counts the micro-batches begun in the file `steps`."""
+    """Sleeps before every micro-batch, in a job's first start alone; the file `steps` says how many steps are done."""
 
     def __init__(self, seconds: float, steps: str | None = None) -> None:
         self.seconds, self.steps = seconds, steps

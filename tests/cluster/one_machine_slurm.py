@@ -37,7 +37,7 @@ SchedulerParameters=sched_interval=5,bf_interval=5
 KillWait=10
 InactiveLimit=0
 GresTypes=gpu
-NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{second}] CPUs=4 RealMemory=2000 Gres=gpu:2 State=UNKNOWN
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{second}] CPUs=4 RealMemory=2000 Gres=gpu:2
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -81,15 +81,16 @@ class OneMachineSlurm:
             card.touch()
         (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={card}\n" for card in cards))
         try:
-            # Munge asks for folders that nobody else can write to; those of pytest lie in /tmp, so it is told to go ahead.
-            self._start("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge/socket",
-                        f"--pid-file={self.folder}/munge/pid", f"--log-file={self.folder}/munge/log",
-                        f"--seed-file={self.folder}/munge/seed")
+            # Munge asks for folders that nobody else can write to; pytest's lie in /tmp, so it is told to go ahead.
+            munge = self.folder / "munge"
+            self._start("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge}/socket",
+                        f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed")
             self._wait(lambda: (self.folder / "munge/socket").exists(), "munged's socket")
             self._start("slurmctld", "-D", "-c", "-f", str(self.folder / "slurm.conf"))
             for node in ("n1", "n2"):
                 self._start("slurmd", "-D", "-N", node, "-f", str(self.folder / "slurm.conf"))
-            self._wait(lambda: self.run("sinfo", "-h", "-N", "-o", "%t", check=False).split() == ["idle", "idle"], "two idle nodes")
+            idle = ("sinfo", "-h", "-N", "-o", "%t")
+            self._wait(lambda: self.run(*idle, check=False).split() == ["idle", "idle"], "two idle nodes")
         except BaseException:
             self.__exit__()
             raise
@@ -122,7 +123,7 @@ class OneMachineSlurm:
         return next(word.split("=", 1)[1] for word in words if word.startswith(f"{name}="))
 
     def follow(self, job: str, done, seconds: float) -> None:
-        """Waits until `done(state)`. A requeued job waits for its old credential to expire: `cred_expire`, else two minutes."""
+        """Waits until `done(state)`. SLURM holds a requeued job back for `cred_expire`, two minutes where it is not set."""
         end = time.monotonic() + seconds
         while not done(state := self.state(job)):
             assert time.monotonic() < end, f"job {job} is {state} after {seconds} s"

@@ -14,8 +14,8 @@ FOLDERS = f"{ROOT}:{Path(__file__).parent}"
 
 
 def tiny(steps: int, *more: str) -> list[str]:
-    return ["--config", "configs/mqar.yaml", "--model.config.d_model", "16", "--data.n_pairs", "2", "--data.length", "16",
-            "--data.val_n_pairs", "[2]", "--data.val_lengths", "[16]", "--data.val_rows", "16",
+    return ["--config", "configs/mqar.yaml", "--model.config.d_model", "16", "--data.n_pairs", "2",
+            "--data.length", "16", "--data.val_n_pairs", "[2]", "--data.val_lengths", "[16]", "--data.val_rows", "16",
             "--data.global_batch_tokens", "128", "--trainer.max_steps", str(steps), "--trainer.val_check_interval", "5",
             "--trainer.log_every_n_steps", "1", "--trainer.accelerator", "cpu", "--trainer.strategy", "ddp",
             "--model.optimizer.warmup_steps", "2", "--checkpoint.every_n_train_steps", "10",
@@ -57,7 +57,7 @@ class Ranks:
         return [process.returncode for process in self.processes], outputs
 
     def refused(self) -> str:
-        """What rank 0 said when it ended with exit code 2; the other one waits for it then, until its launcher ends it."""
+        """What rank 0 said when it ended with exit code 2; the other one waits until its launcher ends it."""
         try:
             output = self.processes[0].communicate(timeout=60)[0]
         finally:

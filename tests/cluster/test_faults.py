@@ -1,5 +1,5 @@
-"""What goes wrong in a run of two ranks: it ends within a stated time with a message, and goes on losing nothing but the
-steps since the last complete checkpoint. Curves are compared to the bit with those of the run left alone."""
+"""What goes wrong in a run of two ranks: it ends within a stated time with a message, and goes on losing nothing but
+the steps since the last complete checkpoint. Curves are compared to the bit with those of the run left alone."""
 
 import os
 import shutil
@@ -90,7 +90,8 @@ def test_all_ranks_killed(whole, tmp_path):
 
 def test_a_loader_worker_that_hangs_on_one_rank(tmp_path):
     """That rank says so after its time-out, 3 s here; the other one follows."""
-    argv = tiny(STEPS, "--data", "faults.StalledData", "--data.num_workers", "1", "--checkpoint.every_n_train_steps", "3")
+    argv = tiny(STEPS, "--data", "faults.StalledData", "--data.num_workers", "1",
+                "--checkpoint.every_n_train_steps", "3")
     codes, outputs = Ranks(tmp_path / "run", argv, TEST_WORKER_TIMEOUT="3").end(90)
     assert codes == [3, 3], outputs
     assert "stopped: no batch came from 1 loader workers within 3 s" in outputs[1] and "--resume" in outputs[1], outputs
@@ -111,8 +112,9 @@ def documents(folder: Path, *more: str) -> list[str]:
 
 def store(folder: Path) -> list[str]:
     argv = documents(folder)
-    subprocess.run([sys.executable, "-m", "recipes.prepare", "--source", str(folder / "text.txt"), "--vocab_size", "280",
-                    "--heldout", "0", "--out", str(folder / "store")], cwd=ROOT, check=True, capture_output=True)
+    command = [sys.executable, "-m", "recipes.prepare", "--source", str(folder / "text.txt"), "--vocab_size", "280",
+               "--heldout", "0", "--out", str(folder / "store")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return argv
 
 

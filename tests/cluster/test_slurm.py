@@ -1,4 +1,4 @@
-"""The batch scripts on a real SLURM of two virtual nodes: warned, requeued, finished; given up; failed; cancelled; refused."""
+"""The batch scripts on a real SLURM of two virtual nodes: warned, requeued, finished; given up; failed; refused."""
 
 import json
 import sys
@@ -24,12 +24,14 @@ def ended(state: str) -> bool:
 class Job:
     """A batch script submitted for CPU processes: two nodes of one task, where nothing else is said."""
 
-    def __init__(self, slurm: OneMachineSlurm, folder: Path, script: str, argv: list[str], *options: str, **more: str) -> None:
+    def __init__(
+        self, slurm: OneMachineSlurm, folder: Path, script: str, argv: list[str], *options: str, **more: str
+    ) -> None:
         self.slurm, self.log, self.run_dir = slurm, folder / "job.log", folder / "run"
-        given = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--cpus-per-task=1", "--time=10", *options]
+        given = [f"--chdir={ROOT}", f"--output={self.log}", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2",
+                 "--cpus-per-task=1", "--time=10", *options]
         environment = {"PYTHON": sys.executable, "PYTHONPATH": FOLDERS, "RUN_DIR": str(self.run_dir)} | more
-        self.id = slurm.run("sbatch", "--parsable", f"--chdir={ROOT}", f"--output={self.log}", *given, f"slurm/{script}",
-                            *argv, **environment).strip()
+        self.id = slurm.run("sbatch", "--parsable", *given, f"slurm/{script}", *argv, **environment).strip()
 
     def wait(self, done=ended, seconds: float = 180) -> str:
         """State once `done(state)`."""
@@ -52,7 +54,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def warned(slurm, tmp_path_factory) -> tuple[Job, int]:
-    """A run of which the first start was warned by SLURM itself, and which was requeued and finished; the step it was at."""
+    """A run that SLURM itself warned in its first start, requeued and finished; the step it was at when warned."""
     folder = tmp_path_factory.mktemp("warned")
     argv = tiny(400, "--checkpoint.every_n_train_steps", "1000", *with_callback("Pace", seconds=0.25))
     job = Job(slurm, folder, "pretrain.sbatch", argv, "--time=3", "--signal=USR1@90")
@@ -94,7 +96,8 @@ def test_evaluated_by_a_job(warned, slurm, tmp_path):
 def test_a_job_that_gets_nowhere_gives_up(slurm, tmp_path):
     """An interpreter that always asks for another start, and never saves."""
     python = tmp_path / "python"
-    python.write_text('#!/bin/bash\ncase "$*" in *recipes.pretrain*) [ $SLURM_PROCID = 0 ] || exit 0; sleep 1; exit 85;; esac\n'
+    python.write_text('#!/bin/bash\n'
+                      'case "$*" in *recipes.pretrain*) [ $SLURM_PROCID = 0 ] || exit 0; sleep 1; exit 85;; esac\n'
                       f'exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     job = Job(slurm, tmp_path, "pretrain.sbatch", tiny(10), PYTHON=str(python))

@@ -34,7 +34,8 @@ def test_a_message_is_repeated_once_with_its_ranks(tmp_path):
 
 
 def test_a_rank_without_a_word_is_named(tmp_path):
-    assert failure(tmp_path, {0: LOST, 1: "step 3/10\n", 2: LOST}).startswith("rank 1 left no word: killed from outside")
+    said = failure(tmp_path, {0: LOST, 1: "step 3/10\n", 2: LOST})
+    assert said.startswith("rank 1 left no word: killed from outside")
 
 
 @pytest.mark.parametrize("script", sorted(SLURM.glob("*.s*")), ids=lambda path: path.name)
