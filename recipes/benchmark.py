@@ -9,6 +9,7 @@ is a row that says why.
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -16,9 +17,9 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.progress import track
 
-from recipes.benchmarks import decode, operators, sweep
+from recipes.benchmarks import ahead, decode, operators, sweep
 from recipes.benchmarks.contenders import CONTENDERS, pick
-from recipes.benchmarks.measure import Shape, machine
+from recipes.benchmarks.measure import Shape, machine, pick_device, pick_dtype
 from recipes.benchmarks.record import Record
 from recipes.console import bad_input
 
@@ -34,6 +35,7 @@ DEFAULTS = {
     "dim": (64, 32),
     "decode": ([1_000, 1_000_000], [100, 2_000]),
     "decode_batch": (8, 1),
+    "compile_jobs": (8, 0),
 }
 
 
@@ -50,30 +52,29 @@ def parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("--dim", type=int, help="Features of a head, likewise.")
     parser.add_argument("--decode", type=int, nargs="*", help="Tokens before the one decoded; none given: no decoding.")
     parser.add_argument("--decode_batch", type=int, help="Rows decoded at once.")
+    parser.add_argument("--compile_jobs", type=int, help="Processes that compile the kernels ahead; 0: none.")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
     parser.add_argument("--out", type=str, default=None, help="The record, JSON; null: benchmarks/<card>.json.")
     args = parser.parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     for name, values in DEFAULTS.items():
         if getattr(args, name) is None:
-            setattr(args, name, values[args.device != "cuda"])
+            setattr(args, name, values[not cuda])
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args, console = parse(argv), Console(width=None if sys.stdout.isatty() else 150)
     with bad_input():
-        device = torch.device(args.device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: no CUDA device is found here; leave --device out to measure on the CPU")
-        if args.dtype not in ("bfloat16", "float16", "float32"):
-            raise ValueError(f"--dtype is {args.dtype!r}; choose bfloat16, float16 or float32")
-        dtype, shapes = getattr(torch, args.dtype), [Shape.parse(text) for text in args.shapes]
+        device = pick_device(args.device)
+        dtype, shapes = pick_dtype(args.dtype), [Shape.parse(text) for text in args.shapes]
         rows, sweep_rows, host = pick(args.rows), pick(args.sweep_rows), machine(device)
         out = Path(args.out or f"benchmarks/{host['card'].split(' (')[0].replace(' ', '-').lower()}.json")
         record = Record(out)
     report, setting = {"machine": host}, (dtype, device, args.readout, record)
+    if args.compile_jobs:
+        one = [Shape(args.tokens // T, T, args.heads, args.dim) for T in args.sweep[:1]]
+        ahead.compile_ahead([*product(rows, shapes), *product(sweep_rows, one)], *setting[:3], args.compile_jobs, console)
     for shape in shapes:
         errors = {row.name: operators.error(row, shape.D, *setting) for row in rows if row.ours}
         found = [operators.measure(row, shape, *setting) for row in track(rows, str(shape), console=console)]
@@ -83,9 +84,8 @@ def main(argv: list[str] | None = None) -> None:
         found = sweep.run(sweep_rows, args.sweep, args.tokens, args.heads, args.dim, *setting,
                           lambda lengths: track(lengths, "lengths", console=console))
         console.print(sweep.table(found, args.tokens))
-        sweep.save_figure(found, args.tokens, f"{host['card']}, {args.dtype}, {args.heads} heads of {args.dim}",
-                          out.with_suffix(".png"))
-        report["sweep"] = {"tokens": args.tokens, "lengths": found, "below_sdpa_from": sweep.crossings(found)}
+        title = f"{host['card']}, {args.dtype}, {args.heads} heads of {args.dim}"
+        report["sweep"] = sweep.save_figure(found, args.tokens, title, out.with_suffix(".png"))
     if args.decode:
         found = [decode.run(past, args.decode_batch, args.heads, args.dim, dtype, device, record)
                  for past in track(args.decode, "decoding", console=console)]

@@ -34,6 +34,23 @@ class Shape:
         return f"{self.B}x{self.T}x{self.H}x{self.D}"
 
 
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; "auto": a GPU where there is one. Raises ValueError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: no CUDA device is found here; leave --device out to measure on the CPU")
+    return device
+
+
+def pick_dtype(name: str) -> torch.dtype:
+    """The floating-point type called `name`. Raises ValueError."""
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"--dtype is {name!r}; choose bfloat16, float16 or float32")
+    return getattr(torch, name)
+
+
 def median_ms(call: Callable[[], object], device: torch.device) -> float:
     """Median milliseconds of `call` after warm-up: CUDA events with a cold L2 cache on a GPU, the host's clock elsewhere."""
     call()  # compiles and tunes

@@ -68,7 +68,8 @@ def table(found, tokens: int) -> Table:
     return result
 
 
-def save_figure(found, tokens: int, title: str, path: Path) -> None:
+def save_figure(found, tokens: int, title: str, path: Path) -> dict:
+    """Returns what the figure shows."""
     canvas = Figure(figsize=(11, 4.5), layout="constrained")
     crossed, lowest = crossings(found), min(found)
     for axes, name, heading in zip(canvas.subplots(1, 2), ("forward", "both"), ("forward", "forward + backward")):
@@ -89,3 +90,4 @@ def save_figure(found, tokens: int, title: str, path: Path) -> None:
     axes.legend(fontsize=7)
     canvas.suptitle(title, fontsize=10)
     canvas.savefig(path, dpi=150)
+    return {"tokens": tokens, "lengths": found, "below_sdpa_from": crossed}

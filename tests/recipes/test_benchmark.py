@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
+from rich.console import Console
 
 from recipes import benchmark
 from recipes.benchmarks import measure, sweep
+from recipes.benchmarks.ahead import compile_ahead
 from recipes.benchmarks.contenders import CONTENDERS, make_inputs
 from recipes.benchmarks.measure import Shape
 from recipes.benchmarks.record import Record
@@ -45,6 +47,13 @@ def test_curve_and_decoding(written):
     assert short["state_bytes"] == long["state_bytes"] == 2 * (16 * 16 * 4 + 16 * 16 * 8)  # S float32, A float64, two heads
     assert long["cache_bytes"] == 15 * short["cache_bytes"]
     assert max(short["error"], long["error"]) < 1e-5
+
+
+def test_compiling_ahead_runs_every_row_once(capsys):
+    work = [(CONTENDERS[name], Shape(1, 20, 1, 16)) for name in ("sdpa", "vla-chunked", "vla", "vla-loop", "deltanet")] * 2
+    failed = compile_ahead(work, torch.float32, torch.device("cpu"), "headwise", 1, Console(width=100))
+    assert failed == 1  # Triton's row, which takes no CPU tensors; the loop compiles nothing, DeltaNet needs CUDA
+    assert "compiling" in capsys.readouterr().out
 
 
 def test_a_second_run_measures_nothing_again(written, monkeypatch, capsys):
