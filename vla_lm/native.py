@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vla_lm.checkpoint_files import beside, publish, read_marker, remove
-from vla_lm.config import ModelConfig, OptimizerConfig
-from vla_lm.module import LanguageModel
+from vla_lm.config import ModelConfig
 from vla_lm.neutral import FORMAT, MOMENTS, portable, write_tensors
 from vla_lm.optimization import parameter_groups
+from vla_lm.transformer import Transformer
 
 # What of Lightning's dictionary a resume needs; beside it the data module's state, which has a fingerprint.
 _KEPT = ("epoch", "global_step", "pytorch-lightning_version", "loops", "lr_schedulers", "hyper_parameters", "accumulation",
@@ -53,20 +53,18 @@ class NativeCheckpoint:
 
     def shapes(self) -> dict[str, list[int]]:
         """Shape of each parameter, from the configuration."""
-        with torch.device("meta"):
-            return {name: list(parameter.shape) for name, parameter in self._model().named_parameters()}
+        return {name: list(parameter.shape) for name, parameter in self._network().named_parameters("transformer")}
 
-    def _model(self) -> LanguageModel:
-        hyper = self.content["hyper_parameters"]
-        return LanguageModel(ModelConfig.from_dict(hyper["config"]), OptimizerConfig.from_dict(hyper["optimizer"]))
+    def _network(self) -> Transformer:
+        with torch.device("meta"):
+            return Transformer(ModelConfig.from_dict(self.content["hyper_parameters"]["config"]))
 
     def _open_file(self) -> list[int]:
         for name, value in portable(self.content.pop("state_dict")).items():
             self.weights[name] = _reader(value)
-        with torch.device("meta"):
-            model = self._model()
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = parameter_groups(model.transformer, model.optimizer_config.weight_decay)
+        network = self._network()
+        names = {parameter: name for name, parameter in network.named_parameters("transformer")}
+        groups = parameter_groups(network, weight_decay=0.0)
         states = self.content.pop("optimizer_states")[0]["state"]
         for index, parameter in enumerate(itertools.chain(*(group["params"] for group in groups))):
             for kind in MOMENTS if index in states else ():
