@@ -1,13 +1,15 @@
 """What watches and guards a run, one concern a file; see README.md."""
 
-from callbacks.checkpoint import CheckpointError, RunCheckpoint
+from callbacks.checkpoint import RunCheckpoint
 from vla_lm.checkpoint_files import newest_complete, read_marker
 from callbacks.finite_guard import FiniteGuard, NonFiniteError
 from callbacks.gradient_norms import GradientNorms
 from callbacks.metrics_log import JsonlLogger, read_metrics
 from callbacks.preemption import REQUEUE, Preempted, Preemption
 from callbacks.progress import progress_bar
+from callbacks.start_report import StartReport
 from callbacks.state_norms import StateNorms
+from callbacks.together import CheckpointError
 from callbacks.throughput import Throughput
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "Preemption",
     "REQUEUE",
     "RunCheckpoint",
+    "StartReport",
     "StateNorms",
     "Throughput",
     "newest_complete",

@@ -58,7 +58,7 @@ class ModelConfig:
     chunk_size: int = 64
     """Chunk of the parallel form: changes speed and memory, not the result."""
     activation_checkpointing: bool = False
-    """Keep only what enters each block and compute the block again in the backward pass: less memory, a third more time."""
+    """Keep only what enters each block, compute the block again in the backward pass: less memory, a third more time."""
     backend: str = "auto"
     """Implementation of the operator: auto, chunked, triton (CUDA), reference."""
     tie_embeddings: bool = True
@@ -175,8 +175,8 @@ class OptimizerConfig:
     min_ratio: float = 0.0
     """Last learning rate as a share of the peak."""
     implementation: Literal["torch", "fused", "deepspeed_cpu"] = "torch"
-    """Who computes the same AdamW: torch (PyTorch's own choice), fused (PyTorch's single pass, CUDA and CPU), deepspeed_cpu
-    (DeepSpeed's for states offloaded to the CPU; compiled at its first use)."""
+    """Who computes the same AdamW: torch (PyTorch's own choice), fused (PyTorch's single pass, CUDA and CPU),
+    deepspeed_cpu (DeepSpeed's for states offloaded to the CPU; compiled at its first use)."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):

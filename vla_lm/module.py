@@ -1,5 +1,6 @@
 """The language model as a LightningModule: loss, logging, validation, optimizer, carried states."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from kernels import Diagnostics
 from vla_lm.config import ModelConfig, OptimizerConfig
 from vla_lm.flops import training_flops_per_token
 from vla_lm.lanes import LaneStates
+from vla_lm.memory_plan import MemoryPlan, Sharding, plan_memory
 from vla_lm.metrics import PredictionMetrics, token_losses
 from vla_lm.neutral import NeutralCheckpoint, portable
 from vla_lm.optimization import build_optimizer, check_learning_rate, schedule
@@ -184,6 +186,33 @@ class LanguageModel(LightningModule):
             return self.transformer(tokens, batch.get("cu_seqlens"), diagnostics=True).diagnostics
         finally:
             self.train(training)
+
+    @torch.no_grad()
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        """Of what a layer carries on (S, A, ...), read from the states after two tokens. All ranks must call it."""
+        training = self.training
+        self.eval()
+        try:
+            tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+            state = self.transformer(tokens, return_states=True).states[0]
+            return {name: tensor.dtype for name, tensor in state.tensors().items() if tensor.is_floating_point()}
+        finally:
+            self.train(training)
+
+    def memory_plan(self) -> MemoryPlan:
+        """What a rank of the attached trainer needs, worked out before it is allocated, see `vla_lm.memory_plan`.
+
+        Raises:
+            ValueError: another precision than 32-true, bf16-mixed and bf16-true.
+        """
+        trainer, data, config = self.trainer, self.trainer.datamodule, self.config
+        if config.vocab_size is None:
+            config = replace(config, vocab_size=data.vocab_size)
+        batch = data.batch_plan(trainer.world_size)
+        return plan_memory(
+            config, Sharding.of(trainer.strategy, trainer.precision, trainer.world_size), batch.micro_rows,
+            data.row_tokens, batch.accumulation, getattr(data, "carry_state", False), trainer.strategy.root_device.type,
+        )
 
     def flops_per_token(self, row_tokens: int) -> float:
         """Analytic FLOPs of forward and backward per token, see `vla_lm.flops`."""

@@ -72,7 +72,7 @@ def check_trainer(trainer: Trainer, backend: str) -> None:
 
 
 class AutocastPrecision(DeepSpeedPrecision):
-    """bf16-mixed with the meaning it has without DeepSpeed: weights, gradients and their sums float32, matmuls bfloat16."""
+    """bf16-mixed as it is without DeepSpeed: weights, gradients and their sums float32, matmuls bfloat16."""
 
     def convert_input(self, data: Any) -> Any:
         return data
@@ -89,9 +89,9 @@ class ShardedStrategy(AnyCheckpoint, DeepSpeedStrategy):
 
     - `DeepSpeedEngine.backward` divides the loss by the accumulation, which Lightning has divided already: it is told
       not to (`scale_wrt_gas=False`).
-    - Precision bf16-mixed casts the parameters to bfloat16 in Lightning: here it is DeepSpeed's `torch_autocast`, so that
-      parameters, masters, gradients and their sums over ranks are float32 and matmuls bfloat16, as under DDP. The lean
-      form is bf16-true: bfloat16 parameters beside float32 masters.
+    - Precision bf16-mixed casts the parameters to bfloat16 in Lightning: here it is DeepSpeed's `torch_autocast`, so
+      that parameters, masters, gradients and their sums over ranks are float32 and matmuls bfloat16, as under DDP. The
+      lean form is bf16-true: bfloat16 parameters beside float32 masters.
     - Gradients are accumulated in float32 (`data_types.grad_accum_dtype`); DeepSpeed's default is the model's dtype.
     - A step with a non-finite gradient is skipped by the engine while Lightning counts it: here it raises, on all ranks
       together, with the weights untouched. Dynamic loss scaling (fp16) skips steps on purpose and is left alone.
@@ -149,7 +149,7 @@ class ShardedStrategy(AnyCheckpoint, DeepSpeedStrategy):
         return content
 
     def set_steps(self, steps: int) -> None:
-        """Make the engine's counters those of a run that has taken `steps` optimizer steps at the present accumulation."""
+        """Make the engine's counters those after `steps` optimizer steps at the present accumulation."""
         engine = self.deepspeed_engine
         engine.global_steps = steps
         engine.micro_steps = steps * engine.gradient_accumulation_steps()
@@ -162,8 +162,8 @@ class ShardedStrategy(AnyCheckpoint, DeepSpeedStrategy):
         engine, step = self.deepspeed_engine, self.lightning_module.trainer.global_step
         if engine.global_steps != step:
             raise RuntimeError(
-                f"DeepSpeed has taken {engine.global_steps} optimizer steps and the trainer {step}: the checkpoint that "
-                "was loaded is inconsistent; resume from an older one"
+                f"DeepSpeed has taken {engine.global_steps} optimizer steps and the trainer {step}: the checkpoint "
+                "that was loaded is inconsistent; resume from an older one"
             )
         skipped = engine.skipped_steps
         result = super().optimizer_step(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""configs/strategy/*.yaml over a run's configuration: the strategy that each builds. They train in tests/distributed."""
+"""configs/strategy/*.yaml over a run's configuration: what each builds. They train in tests/distributed."""
 
 from datetime import timedelta
 from pathlib import Path

@@ -1,0 +1,73 @@
+"""What a rank's parameters, masters, gradients, optimizer states and buckets really are: dtypes and bytes.
+
+Read from the tensors themselves, alike under plain, DDP and DeepSpeed training.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from callbacks.gradients import owned_gradients
+
+# Where DeepSpeed's optimizers keep their float32 copies of the weights, ZeRO-1 and 2, ZeRO-3 and ZeRO-1 of bfloat16.
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
+
+
+Sizes = dict[torch.dtype, int]  # bytes of each type
+
+
+def allocated(trainer: Trainer, module: LightningModule, gradients: bool = False) -> dict[str, Sizes]:
+    """Part -> dtype -> bytes on this rank, host and device together. A storage counts whole, with its padding, and once.
+
+    Parts: "parameters" (under ZeRO-3 this rank's piece), "gathered" (ZeRO-3's whole ones of this moment), "masters" (none
+    where the parameters are their own), "optimizer states" (step counters aside; none before the first step), "buckets"
+    (DeepSpeed's, for gradients on their way) and, where asked for, "gradients": only between the last backward pass and
+    the update, see `gradients.at_step_boundary`.
+    """
+    wrapper = trainer.optimizers[0]
+    inner = getattr(wrapper, "optimizer", wrapper)  # DeepSpeed wraps torch's
+    seen: set[int] = set()
+    masters = next((getattr(wrapper, name) for name in _MASTERS if hasattr(wrapper, name)), [])
+    states = (value for state in inner.state.values() for value in state.values())
+    buckets = [bucket.buffer for bucket in getattr(wrapper, "ipg_buckets", {}).values()]
+    parts = {
+        "parameters": (getattr(p, "ds_tensor", p) for p in module.parameters()),
+        "gathered": (p for p in module.parameters() if hasattr(p, "ds_tensor")),
+        "masters": masters,
+        "optimizer states": (value for value in states if isinstance(value, Tensor) and value.ndim > 0),
+        "buckets": (piece for bucket in buckets for piece in (bucket if isinstance(bucket, list) else [bucket])),
+        "gradients": _gradients(wrapper, module) if gradients else (),
+    }
+    return {part: _sizes(tensors, seen) for part, tensors in parts.items()}
+
+
+def _gradients(wrapper: Any, module: LightningModule) -> Iterable[Tensor]:
+    yield from owned_gradients(module)[0].values()
+    yield from (p.grad for p in module.parameters() if p.grad is not None)
+
+
+def _sizes(tensors: Iterable[Tensor | None], seen: set[int]) -> Sizes:
+    sizes: Sizes = {}
+    for tensor in tensors:
+        if tensor is None or tensor.untyped_storage().nbytes() == 0:
+            continue
+        place = tensor.untyped_storage().data_ptr()
+        if place not in seen:
+            seen.add(place)
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.untyped_storage().nbytes()
+    return sizes
+
+
+def communicated(trainer: Trainer, module: LightningModule) -> set[torch.dtype]:
+    """The types in which gradients are summed over the ranks; empty on one rank."""
+    if trainer.world_size == 1:
+        return set()
+    wrapper = trainer.optimizers[0]
+    if hasattr(wrapper, "ipg_buckets"):
+        return set(wrapper.ipg_buckets)
+    if hasattr(wrapper, "grad_acc_dtype"):  # DeepSpeed's optimizer for ZeRO-1 of bfloat16
+        return {wrapper.grad_acc_dtype}
+    return {p.dtype for p in module.parameters() if p.requires_grad}  # DDP's buckets
