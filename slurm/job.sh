@@ -20,7 +20,7 @@ MAX_VAIN_STARTS=3  # requeues in a row without a new checkpoint after which the 
 # The count is kept in RUN_DIR/requeues: "<newest complete checkpoint> <starts since it>".
 refuse_vain_start() {
   local newest last=none vain=0
-  newest=$(ls "$1/checkpoints" 2>/dev/null | grep '^step=.*\.complete$' | sort | tail -n 1)
+  newest=$(ls "$1/checkpoints" 2>/dev/null | grep '^step=.*\.complete$' | sort -V | tail -n 1)
   newest=${newest:-none}
   if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -f "$1/requeues" ]; then
     read -r last vain < "$1/requeues"

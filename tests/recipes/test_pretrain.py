@@ -194,7 +194,7 @@ def test_signals_end_a_run_with_a_hint(tmp_path: Path) -> None:
         process.send_signal(number)
         _, error = process.communicate(timeout=100)
         assert process.returncode == code and f"go on with python -m recipes.pretrain --resume {folder}" in error, error
-        assert "Traceback" not in error and newest_complete(folder)
+        assert "Traceback" not in error and f"is saved in {newest_complete(folder)}" in error
 
 
 def test_a_full_disk_ends_a_run_with_a_hint(capsys: pytest.CaptureFixture) -> None:
