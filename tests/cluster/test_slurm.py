@@ -56,9 +56,9 @@ class Job:
 def warned(slurm, tmp_path_factory) -> tuple[Job, int]:
     """A run that SLURM itself warned in its first start, requeued and finished; the step it was at when warned."""
     folder = tmp_path_factory.mktemp("warned")
-    argv = tiny(400, "--checkpoint.every_n_train_steps", "1000", *with_callback("Pace", seconds=0.25))
-    job = Job(slurm, folder, "pretrain.sbatch", argv, "--time=3", "--signal=USR1@90")
-    job.wait(lambda state: state == "PENDING" and slurm.field(job.id, "Restarts") == "1", 200)
+    argv = tiny(400, "--checkpoint.every_n_train_steps", "1000", *with_callback("Pace", seconds=0.35))
+    job = Job(slurm, folder, "pretrain.sbatch", argv, "--time=4", "--signal=USR1@120")
+    job.wait(lambda state: state == "PENDING" and slurm.field(job.id, "Restarts") == "1", 300)
     slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=10")  # else the second start is warned at once
     step = int(newest_complete(job.run_dir).stem.split("=")[1])
     assert job.wait() == "COMPLETED", job.said()
