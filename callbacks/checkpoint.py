@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import distributed
 
 from callbacks.retention import prune, set_aside_after
+from callbacks.together import together
 from vla_lm.checkpoint_files import complete_checkpoints, publish, read_marker, remove, step_of, write_marker
 from vla_lm.checkpoint_io import RunCheckpointIO
-
 WAIT = 0.5  # seconds that training waits for a save, then it goes on and the save in the background
-
-
-class CheckpointError(OSError):
-    """A checkpoint could not be written; the older ones are untouched."""
 
 
 class RunCheckpoint(ModelCheckpoint):
     """Saves ``step=000500.ckpt`` every ``every_n_train_steps`` optimizer steps and at the end of training.
 
     The files are those of :mod:`vla_lm.checkpoint_files`; ``last.ckpt`` is a link to the newest. Training stands still
-    for a copy in host memory, the rest is written while it goes on; the marker is written when all ranks have finished.
-    A full disk raises :class:`CheckpointError` on all ranks, at the next step's end at the latest after the failed write,
-    and loses nothing. Checkpoints past the step a run starts from belong to an abandoned continuation and are set aside as
-    ``….superseded``. Logs ``checkpoint/stall_s``, the seconds training stood still.
+    for a copy in host memory and goes on while it is written; the marker comes when all ranks have finished. A write that
+    fails on one rank raises :class:`CheckpointError` on all at the end of the step it is noticed in, and loses nothing.
+    Checkpoints past the step a run starts from belong to an abandoned continuation and are set aside as ``….superseded``.
+    Logs ``checkpoint/stall_s``, the seconds training stood still.
 
     Args:
         dirpath: Folder of the checkpoints; null: ``checkpoints`` in the trainer's ``default_root_dir``.
@@ -48,8 +43,8 @@ class RunCheckpoint(ModelCheckpoint):
         keep_every_n_steps: int | None = None, monitor: str = "val/loss", mode: str = "min", background: bool = True,
     ) -> None:  # fmt: skip
         if min(every_n_train_steps, keep_last, keep_every_n_steps or 1) < 1 or keep_best < 0:
-            given = f"every_n_train_steps {every_n_train_steps}, keep_last {keep_last}, keep_every_n_steps {keep_every_n_steps}"
-            raise ValueError(f"{given}, keep_best {keep_best}: all must be at least 1, keep_best at least 0.")
+            raise ValueError(f"every_n_train_steps {every_n_train_steps}, keep_last {keep_last}, keep_every_n_steps "
+                             f"{keep_every_n_steps}, keep_best {keep_best}: all must be at least 1, keep_best at least 0.")
         super().__init__(dirpath, monitor=monitor, mode=mode, save_top_k=-1, every_n_train_steps=every_n_train_steps)
         self.keep_last, self.keep_best, self.keep_every = keep_last, keep_best, keep_every_n_steps
         self.io, self._pending, self._score = RunCheckpointIO(background), None, None
@@ -65,9 +60,9 @@ class RunCheckpoint(ModelCheckpoint):
         trainer.strategy.barrier()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        # global_step stands still during accumulation; save() passes over a step that is saved.
         self.settle(trainer, wait=False)
-        if trainer.global_step % self._every_n_train_steps == 0:
+        # global_step stands still during accumulation
+        if trainer.global_step % self._every_n_train_steps == 0 and trainer.global_step != self._last_global_step_saved:
             self.save(trainer, wait=WAIT)
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
@@ -110,8 +105,8 @@ class RunCheckpoint(ModelCheckpoint):
                 trainer.strategy.barrier()  # the one at the end of save_checkpoint, where the other ranks wait
                 raise
 
-        self._together(trainer, aside, lambda: trainer.is_global_zero and self._make_room(trainer, aside))
-        self._together(trainer, aside, snapshot)
+        together(trainer, aside, lambda: trainer.is_global_zero and self._make_room(trainer, aside))
+        together(trainer, aside, snapshot)
         self._last_global_step_saved, self._pending = step, aside
         self.io.begin(wait)
         self.settle(trainer, wait=wait is None)
@@ -123,29 +118,12 @@ class RunCheckpoint(ModelCheckpoint):
         if self._pending is None or not (wait or trainer.strategy.reduce_boolean_decision(self.io.done())):
             return
         aside, self._pending = self._pending, None
-        sums = [self._together(trainer, aside, self.io.finish)] * trainer.world_size
+        sums = [together(trainer, aside, self.io.finish)] * trainer.world_size
         if trainer.world_size > 1:
             distributed.all_gather_object(sums, sums[0])
         crc = {os.path.relpath(file, aside): value for rank in sums for file, value in rank.items()}
-        self._together(trainer, aside, lambda: trainer.is_global_zero and self._publish(aside, crc))
+        together(trainer, aside, lambda: trainer.is_global_zero and self._publish(aside, crc))
         self._last_checkpoint_saved = self.last_model_path = str(aside.with_suffix(""))
-
-    def _together(self, trainer: Trainer, aside: Path, action: Callable[[], Any]) -> Any:
-        """What the action gives; when it fails on one rank, all ranks raise."""
-        problem, result = None, None
-        try:
-            result = action()
-        except (OSError, RuntimeError) as error:
-            problem = error
-        left = shutil.disk_usage(aside.parent).free if aside.parent.exists() else 0
-        if not trainer.strategy.reduce_boolean_decision(problem is None):
-            if trainer.is_global_zero:
-                remove(aside)
-            raise CheckpointError(
-                f"Could not save {aside.with_suffix('')}: {problem or 'another rank failed'} ({left / 1e6:,.1f} MB "
-                "were left on the disk). The older checkpoints there are untouched: free some space, then resume."
-            ) from problem
-        return result
 
     def _make_room(self, trainer: Trainer, aside: Path) -> None:
         """Refuses before writing when the newest checkpoint's size does not fit again."""

@@ -1,9 +1,9 @@
 """Evaluate a checkpoint: recall over a grid of pairs and lengths and, for a run on documents, loss by position.
 
     python -m recipes.evaluate runs/NAME
-    python -m recipes.evaluate runs/NAME/checkpoints/step=000500.ckpt --pairs 4 8 16 --lengths 64 256     or .neutral
+    python -m recipes.evaluate runs/NAME/checkpoints/step=000500.ckpt --pairs 4 8 16 --lengths 64 256
 
-Prints tables and writes evaluation.json and evaluation.png into the run's folder (beside a lone checkpoint).
+Takes every form of checkpoint. Writes evaluation.json and evaluation.png into the run's folder (beside a lone checkpoint).
 """
 
 import json
@@ -33,8 +33,7 @@ def parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("--held_out_rows", type=int | None, default=None, help="Rows of held-out documents; null: all.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the MQAR test sequences.")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
-    parser.add_argument("--trust_pickle", "--trust-pickle", action="store_true",
-                        help="Read a DeepSpeed folder that lies in no run's folder; its pickles can run any code.")
+    parser.add_argument("--trust_pickle", "--trust-pickle", action="store_true", help="Read a DeepSpeed folder of elsewhere.")
     return parser.parse_args(argv)
 
 
@@ -52,7 +51,7 @@ def run_data(checkpoint: Path) -> tuple[str, dict]:
 
 def recall_cells(args: Namespace, source: str, settings: dict, model) -> tuple[str, list[tuple[int, int, MQARDataModule]]]:
     """One data module for each cell of the grid that fits, in the format that the run was trained on."""
-    task = {"format": settings["format"], "filler": settings["filler"]} if source.endswith("MQARDataModule") else {}
+    task = {key: settings[key] for key in ("format", "filler")} if source.endswith("MQARDataModule") else {}
     longest, positions = max(args.lengths), model.config.max_positions
     if model.config.style == "paper" and longest > positions:
         raise ValueError(f"--lengths {longest} is beyond the model's learned positions: give lengths up to {positions}")
@@ -88,8 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     results = {"checkpoint": str(path), "step": checkpoint_step(path), "model": model.config.to_dict(),
                "mqar": {"format": shape, "rows": args.rows, "vocab_size": model.config.vocab_size, "grid": []}}
     for pairs, length, data in track(cells, "recall", console=console):
-        cell = {"n_pairs": pairs, "length": length, **mqar.evaluate(model, data.val_dataloader()[0])}
-        results["mqar"]["grid"].append(cell)
+        results["mqar"]["grid"] += [{"n_pairs": pairs, "length": length, **mqar.evaluate(model, data.val_dataloader()[0])}]
     for batches in documents.val_dataloader() if documents else []:  # none where no document was held out
         results["documents"] = perplexity.evaluate(model, track(batches, "held-out documents", console=console))
     write_aside(folder / "evaluation.json", json.dumps(results, indent=1))

@@ -31,7 +31,7 @@ class RunCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, background: bool = True) -> None:
         self.background = background
-        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._buffers: dict[tuple[int, int], Tensor] = {}
         self._jobs: list[tuple[Any, Path]] = []
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
@@ -45,7 +45,7 @@ class RunCheckpointIO(TorchCheckpointIO):
         path = Path(path)
         try:
             if self.background:
-                self._jobs.append((_Snapshot(self._buffers, path.name).of(state_dict), path))
+                self._jobs.append((_Snapshot(self._buffers, len(self._jobs)).of(state_dict), path))
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
             else:
@@ -96,8 +96,8 @@ class RunCheckpointIO(TorchCheckpointIO):
 class _Snapshot:
     """A copy of nested containers with every tensor copied to the host, shared tensors shared again."""
 
-    def __init__(self, buffers: dict[tuple[str, int], Tensor], name: str) -> None:
-        self.buffers, self.name, self.seen = buffers, name, {}
+    def __init__(self, buffers: dict[tuple[int, int], Tensor], file: int) -> None:
+        self.buffers, self.file, self.seen = buffers, file, {}
 
     def of(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -109,7 +109,7 @@ class _Snapshot:
     def _tensor(self, tensor: Tensor) -> Tensor:
         key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         if key not in self.seen or not tensor.numel():
-            place = (self.name, len(self.seen))
+            place = (self.file, len(self.seen))
             buffer = self.buffers.get(place)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

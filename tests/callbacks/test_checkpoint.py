@@ -2,17 +2,21 @@
 
 import json
 import os
+import resource
+import shutil
 import signal
+import threading
+import time
 import zlib
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 
-from callbacks import CheckpointError, RunCheckpoint, newest_complete, read_marker
-from callbacks import checkpoint as checkpoint_module
+from callbacks import CheckpointError, JsonlLogger, RunCheckpoint, newest_complete, read_marker, read_metrics
 from callbacks import retention
 from vla_lm import checkpoint_files
+from vla_lm.checkpoint_files import complete_checkpoints
 from tests.callbacks.tiny import TinyData, TinyModel, trainer
 
 
@@ -165,7 +169,7 @@ def test_full_disk_while_writing(tmp_path, monkeypatch):
 def test_full_disk_is_seen_before_writing(tmp_path, monkeypatch):
     run, saver = fit(tmp_path, 2)
     saver._last_global_step_saved = 0
-    monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(CheckpointError, match="needs about 0.0 MB .0.0 MB were left on the disk"):
         saver.save(run)
     assert read_marker(newest_complete(tmp_path))["step"] == 2
@@ -184,3 +188,92 @@ def test_later_ones_of_an_abandoned_continuation_are_set_aside(tmp_path):
 def test_bad_settings():
     with pytest.raises(ValueError, match="keep_last 0, keep_every_n_steps None, keep_best 1: all must be at least 1"):
         RunCheckpoint(keep_last=0)
+
+
+def test_keeps_every_n(tmp_path):
+    fit(tmp_path, 12, keep_last=1, keep_best=0, keep_every_n_steps=4)
+    kept = [name for name in names(tmp_path) if name.endswith(".ckpt")]
+    assert kept == ["last.ckpt", "step=000004.ckpt", "step=000008.ckpt", "step=000012.ckpt"]
+
+
+class LateDisk:
+    """torch.save that waits for a word, and fails where it is told to."""
+
+    def __init__(self, monkeypatch, fail_at=None):
+        self.go, self.fail_at, self.calls, self.save = threading.Event(), fail_at, 0, torch.save
+        monkeypatch.setattr(torch, "save", self)
+
+    def __call__(self, state, path):
+        self.calls += 1
+        assert self.go.wait(60)
+        if self.calls == self.fail_at:
+            raise OSError(28, "No space left on device")
+        self.save(state, path)
+
+
+class Word(Callback):
+    """Lets the disk go on at a step; notes which checkpoints were whole at each step's end."""
+
+    def __init__(self, disk, at):
+        self.disk, self.at, self.whole = disk, at, {}
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == self.at:
+            self.disk.go.set()
+            deadline = time.monotonic() + 60
+            while not trainer.checkpoint_callback.io.done():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+    def on_train_batch_end(self, trainer, *args):
+        folder = trainer.checkpoint_callback.dirpath
+        self.whole[trainer.global_step] = [marker["step"] for marker in complete_checkpoints(folder).values()]
+
+
+def background_run(folder, word, every=2):
+    seed_everything(1, verbose=False)
+    saver = RunCheckpoint(folder / "checkpoints", every_n_train_steps=every, keep_last=9)
+    run = trainer(folder, 8, [saver, word], val_check_interval=2, logger=JsonlLogger(folder))
+    run.fit(TinyModel(), datamodule=TinyData(step_rows=4, micro=4))
+    return run
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    whole, _ = fit(tmp_path / "whole", 4)
+    word = Word(LateDisk(monkeypatch), at=5)
+    background_run(tmp_path, word, every=4)
+    assert word.whole[4] == word.whole[5] == [] and word.whole[7] == [4]  # trained on, then whole
+    found = complete_checkpoints(tmp_path / "checkpoints")
+    assert [marker["step"] for marker in found.values()] == [4, 8] and all("score" in marker for marker in found.values())
+    first, expected = (torch.load(folder / "checkpoints/step=000004.ckpt") for folder in (tmp_path, tmp_path / "whole"))
+    assert first["global_step"] == 4  # what was saved is what was there, not what training has made of it since
+    assert all(torch.equal(value, first["state_dict"][name]) for name, value in expected["state_dict"].items())
+    for path in found:
+        read_marker(path, verify=True)
+    stalls = [line["checkpoint/stall_s"] for line in read_metrics(tmp_path / "metrics.jsonl") if "checkpoint/stall_s" in line]
+    assert len(stalls) == 2 and all(0 < stall < 30 for stall in stalls)
+
+
+def test_a_failure_in_the_background_ends_the_run(tmp_path, monkeypatch):
+    word = Word(LateDisk(monkeypatch, fail_at=1), at=3)
+    with pytest.raises(CheckpointError, match="step=000002.ckpt: .*No space left on device"):
+        background_run(tmp_path, word, every=2)
+    assert max(word.whole) == 4 and list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_file_that_grows_too_large(tmp_path):
+    """A real failure in the middle of a file: the process may not write more than some bytes."""
+    run, saver = fit(tmp_path, 2)
+    before = names(tmp_path)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            saver._last_global_step_saved = 0
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
+            saver.save(run)
+        except CheckpointError as error:
+            code = 42 if "older checkpoints there are untouched" in str(error) else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    assert names(tmp_path) == before and read_marker(newest_complete(tmp_path), verify=True)["step"] == 2

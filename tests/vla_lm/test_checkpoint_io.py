@@ -1,0 +1,64 @@
+"""Snapshots are copies in memory that is used again; errors wait for `finish`; an unfit checkpoint is answered."""
+
+import zlib
+
+import pytest
+import torch
+from small import language_model
+
+from vla_lm.checkpoint_io import RunCheckpointIO, loadable
+
+
+def state(value):
+    tied = torch.full((4, 3), float(value))
+    half = torch.arange(8.0)[::2] + value  # not contiguous
+    return {"module": {"a": tied, "b": tied, "half": half}, "list": [1, (half, "text")], "size": torch.Size([2, 3])}
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_what_was_saved_is_written(tmp_path, background):
+    io, content = RunCheckpointIO(background), state(1)
+    io.save(content, tmp_path / "step=1.ckpt")
+    if background:
+        content["module"]["a"].zero_()  # training goes on
+        assert not (tmp_path / "step=1.ckpt").exists()
+    io.begin(None)
+    assert io.done()
+    assert io.finish() == {str(tmp_path / "step=1.ckpt"): zlib.crc32((tmp_path / "step=1.ckpt").read_bytes())}
+    again = torch.load(tmp_path / "step=1.ckpt")
+    assert torch.equal(again["module"]["a"], torch.ones(4, 3)) and torch.equal(again["list"][1][0], torch.arange(1.0, 9, 2))
+    assert again["module"]["a"].data_ptr() == again["module"]["b"].data_ptr()  # shared as before
+    assert again["list"][1][1] == "text" and again["size"] == torch.Size([2, 3])
+
+
+def test_the_memory_of_a_snapshot_is_used_again(tmp_path):
+    io, places = RunCheckpointIO(), []
+    for step in range(3):
+        for file in ("a", "b"):
+            io.save(state(step), tmp_path / f"step={step}.{file}")
+        places.append({key: buffer.data_ptr() for key, buffer in io._buffers.items()})
+        io.begin(None)
+        io.finish()
+        assert torch.load(tmp_path / f"step={step}.b")["module"]["a"][0, 0] == step
+    assert places[0] == places[1] == places[2] and len(places[0]) == 4
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_an_error_waits_for_finish(tmp_path, background):
+    io = RunCheckpointIO(background)
+    io.save(state(1), tmp_path / "missing" / "step=1.ckpt")
+    io.begin(None)
+    with pytest.raises(RuntimeError, match="missing"):
+        io.finish()
+    io.save(state(2), tmp_path / "step=2.ckpt")
+    io.begin(None)
+    assert list(io.finish()) == [str(tmp_path / "step=2.ckpt")]
+
+
+def test_one_that_cannot_be_made_neutral_says_why(tmp_path):
+    path = tmp_path / "step=000004.ckpt"
+    path.mkdir()
+    with pytest.raises(ValueError, match="cannot be turned into the neutral form.*no checkpoint/.model_states.pt in it"):
+        loadable(path, {"form": "file"})
+    torch.save({"hyper_parameters": {"config": language_model().config.to_dict(), "optimizer": {}}}, tmp_path / "file.ckpt")
+    assert loadable(tmp_path / "file.ckpt", {"form": "file"}) == tmp_path / "file.ckpt"
