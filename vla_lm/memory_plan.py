@@ -44,6 +44,8 @@ class Sharding:
     """Two buckets under ZeRO-1 and 2."""
     persistence_threshold: int = 100_000
     """ZeRO-3: parameters of fewer elements stay whole on every rank."""
+    float32_sums: bool = True
+    """bf16-true alone: gradients are summed over the ranks in float32 (communication_data_type fp32)."""
     bucket_view: bool = True
     """DDP: gradients lie in its buckets (gradient_as_bucket_view), else beside them."""
 
@@ -58,6 +60,7 @@ class Sharding:
             zero["stage"], world_size, precision, "offload_optimizer" in zero, "offload_param" in zero,
             int(zero["reduce_bucket_size"]), bool(zero["overlap_comm"]),
             int(zero.get("stage3_param_persistence_threshold", cls.persistence_threshold)),
+            precision != "bf16-true" or strategy.config.get("communication_data_type") == "fp32",
         )
 
 
@@ -175,7 +178,9 @@ def _weights(model: nn.Module, sharding: Sharding, accumulation: int) -> list[Pa
     how = f"AdamW's exp_avg and exp_avg_sq, {share}"
     states = Part("optimizer states", 2 * piece * FLOAT32, "float32", how, host)
     bucket = sharding.reduce_bucket_size * (2 if stage < 3 and sharding.overlap_comm else 1)
-    buckets = [Part("buckets", bucket * width, kind, f"{bucket:,} elements for gradients on their way")]
+    wide = stage == 3 and sharding.float32_sums
+    buckets = [Part("buckets", bucket * (FLOAT32 if wide else width), "float32" if wide else kind,
+                    f"{bucket:,} elements for gradients on their way")]  # fmt: skip
     if stage == 3:
         kept = sum(n for group in groups for n in group if n < sharding.persistence_threshold)
         layer = max(sum(p.numel() for p in m.parameters()) for m in (*model.layers, model.embedding))
