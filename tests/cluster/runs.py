@@ -10,7 +10,7 @@ from pathlib import Path
 from callbacks import read_metrics
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = f"{ROOT}:{Path(__file__).parent}"
+FOLDERS = f"{ROOT}:{Path(__file__).parent}:{ROOT / 'tests/distributed'}"
 
 
 def tiny(steps: int, *more: str) -> list[str]:
@@ -27,15 +27,18 @@ def with_callback(name: str, **arguments: object) -> list[str]:
 
 
 class Ranks:
-    """Two gloo processes of one run, each with its own output, as a scheduler starts them."""
+    """Two gloo processes of one run, each with its own output, as a scheduler starts them.
 
-    def __init__(self, folder: Path, argv: list[str], **environment: str) -> None:
+    script: what they run with `argv` in place of the recipe.
+    """
+
+    def __init__(self, folder: Path, argv: list[str], script: str | None = None, **environment: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         self.folder, self.processes = folder, []
-        command = [sys.executable, "-m", "recipes.pretrain", *argv, "--trainer.devices", "2", "--run_dir", str(folder),
-                   "--resume", "auto"]
+        recipe = ["-m", "recipes.pretrain", "--trainer.devices", "2", "--run_dir", str(folder), "--resume", "auto"]
+        command = [sys.executable, "-W", "ignore", *([script] if script else recipe), *argv]
         for rank in range(2):
             settings = {"WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": FOLDERS}  # fmt: skip

@@ -46,6 +46,14 @@ def test_a_signal_to_one_rank_ends_both_saved(number, code, hook, step, saved, w
     goes_on(tmp_path / "run", whole, saved)
 
 
+@pytest.mark.parametrize("way", ["zero1", "zero3"])
+def test_a_warning_under_sharding(way, tmp_path):
+    script = Path(__file__).with_name("sharded.py")
+    codes, outputs = Ranks(tmp_path, [str(tmp_path), way], script=str(script)).end(150)
+    assert codes == [0, 0], outputs
+    assert all(f"rank {rank} went on to the bit" in output for rank, output in enumerate(outputs)), outputs
+
+
 def test_one_rank_killed(whole, tmp_path):
     """The other one is told by the closed connection, at once."""
     ranks = Ranks(tmp_path / "run", tiny(STEPS, *PACE, *with_callback("Deed", deed="SIGKILL", step=15)))
