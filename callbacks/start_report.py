@@ -86,6 +86,8 @@ class StartReport(Callback):
         peak = max(self._peak, _peak(pl_module.device))
         if peak and self.plan is not None:
             lines.append(f"  the device's peak {peak / 1e9:.2f} GB, planned {self.plan.device_bytes / 1e9:.2f} GB")
+            for logger in trainer.loggers:
+                logger.log_metrics({"memory/planned_gb": self.plan.device_bytes / 1e9}, trainer.global_step - 1)
         self._say(trainer, "\n".join(lines))
         for part in ("parameters", "masters", "optimizer states") if self.plan is not None else ():
             planned, found = self.plan.bytes(part), sum(real[part].values())

@@ -1,0 +1,59 @@
+"""`python -m recipes.strategies`: what it reads off runs; runs themselves are in tests/cluster."""
+
+import json
+import subprocess
+
+import pytest
+
+from recipes import strategies
+
+
+def fake_run(folder, shift, gpu):
+    folder.mkdir(parents=True)
+    lines = [{"step": step, "train/loss": 5 - step / 10 + shift, "throughput/tokens_per_second": 1000.0 * step}
+             for step in range(1, 6)]
+    if gpu:
+        lines[2]["throughput/device_memory_gb"] = 7.5
+        lines.append({"step": 2, "memory/planned_gb": 7.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_numbers_of_a_run(tmp_path):
+    fake_run(tmp_path / "a", 0, gpu=True)
+    fake_run(tmp_path / "b", 0.45, gpu=False)
+    a, b = (strategies.numbers(tmp_path / name, 3) for name in "ab")
+    assert a["losses"] == {4: 4.6, 5: 4.5} and a["tokens_per_second"] == 3000
+    assert (a["peak_gb"], a["planned_gb"]) == (7.5, 7.0) and (b["peak_gb"], b["planned_gb"]) == (None, None)
+    assert strategies.apart(b, a) == pytest.approx(0.1)  # 0.45 of 4.5
+
+
+def test_a_table_of_runs_and_of_what_failed(tmp_path, monkeypatch, capsys):
+    commands = []
+
+    def run(command, stdout, **_):
+        commands.append(command)
+        folder = command[command.index("--run_dir") + 1]
+        if folder.endswith("ddp"):
+            stdout.write("error: no such device\n")
+            return subprocess.CompletedProcess(command, 2)
+        fake_run(tmp_path / folder.rsplit("/", 1)[1], 0.0, gpu=True)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["--config", "configs/mqar.yaml", "--strategies", "single", "zero1", "ddp", "--steps", "3", "--more", "2",
+                 "--out", str(tmp_path), "--data.seed", "7"]
+    with pytest.raises(SystemExit) as end:
+        strategies.main(arguments)
+    said, report = capsys.readouterr().out, json.loads((tmp_path / "table.json").read_text())
+    assert end.value.code == 1
+    assert report["single"]["gone on"]["losses"] == {"4": 4.6, "5": 4.5}
+    assert "no such device" in report["zero1"]["gone on"]["failed"] and "no such device" in report["ddp"]["failed"]
+    assert "zero1: 0.0e+00" in said and "ddp: failed" in said and "exit code 2: error: no such device" in said
+    single, again, zero1 = commands[:3]
+    assert all(command[-4:] == ["--data.seed", "7", "--resume", "auto"] for command in (single, zero1))
+    assert single[single.index("--trainer.devices") + 1] == "1" and zero1[zero1.index("--trainer.devices") + 1] == "2"
+    assert again[-2:] == ["--resume", str(tmp_path / "single/checkpoints/step=000003.ckpt")]
+    count = len(commands)
+    with pytest.raises(SystemExit):
+        strategies.main(arguments)
+    assert len(commands) == count + 2  # only what failed is tried again
