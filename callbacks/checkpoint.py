@@ -22,9 +22,9 @@ class RunCheckpoint(ModelCheckpoint):
     """Saves ``step=000500.ckpt`` every ``every_n_train_steps`` optimizer steps and at the end of training.
 
     The files are those of :mod:`vla_lm.checkpoint_files`; ``last.ckpt`` is a link to the newest. Training stands still
-    for a copy in host memory and goes on while it is written; the marker comes when all ranks have finished. A write that
-    fails on one rank raises :class:`CheckpointError` on all at the end of the step it is noticed in, and loses nothing.
-    Checkpoints past the step a run starts from belong to an abandoned continuation and are set aside as ``….superseded``.
+    for a copy in host memory and goes on while it is written; the marker comes when all ranks have finished. A write
+    that fails on one rank raises ``CheckpointError`` on all at the end of the step it is noticed in, and loses nothing.
+    Checkpoints past the step a run starts from belong to an abandoned continuation: set aside as ``….superseded``.
     Logs ``checkpoint/stall_s``, the seconds training stood still.
 
     Args:
@@ -44,7 +44,7 @@ class RunCheckpoint(ModelCheckpoint):
     ) -> None:  # fmt: skip
         if min(every_n_train_steps, keep_last, keep_every_n_steps or 1) < 1 or keep_best < 0:
             raise ValueError(f"every_n_train_steps {every_n_train_steps}, keep_last {keep_last}, keep_every_n_steps "
-                             f"{keep_every_n_steps}, keep_best {keep_best}: all must be at least 1, keep_best at least 0.")
+                             f"{keep_every_n_steps}, keep_best {keep_best}: use at least 1, for keep_best at least 0.")
         super().__init__(dirpath, monitor=monitor, mode=mode, save_top_k=-1, every_n_train_steps=every_n_train_steps)
         self.keep_last, self.keep_best, self.keep_every = keep_last, keep_best, keep_every_n_steps
         self.io, self._pending, self._score = RunCheckpointIO(background), None, None

@@ -31,7 +31,7 @@ def prune(folder: Path, keep_last: int, keep_best: int, keep_every: int | None, 
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Renames whole checkpoints of later steps to ….superseded: a run goes on from ``step`` and will write its own."""
+    """Renames whole checkpoints of later steps to ….superseded: a run goes on from ``step``, to write its own."""
     for path, marker in complete_checkpoints(folder, kinds=("neutral", "ckpt")).items():
         if marker["step"] > step:
             superseded = beside(path, ".superseded")

@@ -3,8 +3,8 @@
     python -m recipes.export runs/NAME --to safetensors
     python -m recipes.export runs/NAME/checkpoints/step=000500.ckpt --to safetensors --out exports/NAME
 
-Writes step=000500.neutral beside the checkpoint, or the folder --out. It holds weights and optimizer states in float32 by
-parameter name and all else that a resume needs, so training goes on from it under any strategy and number of ranks.
+Writes step=000500.neutral beside the checkpoint, or the folder --out. It holds weights and optimizer states in float32
+by parameter name and all else that a resume needs, so training goes on from it under any strategy and number of ranks.
 """
 
 import shlex
@@ -21,9 +21,9 @@ from vla_lm.native import export
 
 def parse(argv: list[str] | None) -> Namespace:
     parser = ArgumentParser(prog="python -m recipes.export", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=str, help="A run's folder (its newest complete checkpoint), or a checkpoint.")
+    parser.add_argument("checkpoint", type=str, help="A run's folder (its newest checkpoint), or a checkpoint.")
     parser.add_argument("--to", choices=["safetensors"], default="safetensors", help="Format of the export.")
-    parser.add_argument("--out", type=str | None, help="Folder to write; step=N.neutral beside the checkpoint when not given.")
+    parser.add_argument("--out", type=str | None, help="Folder to write; else step=N.neutral beside it.")
     parser.add_argument("--trust_pickle", "--trust-pickle", action="store_true",
                         help="Read a DeepSpeed folder that lies in no run's folder; its pickles can run any code.")
     return parser.parse_args(argv)
@@ -38,8 +38,8 @@ def main(argv: list[str] | None = None) -> None:
         check_trusted(path, args.trust_pickle)
         out = export(path, Path(args.out) if args.out else None)
     name = shlex.quote(str(out))
-    print(f"{path} is exported to {out}, {size(out) / 1e6:,.1f} MB\n  go on     python -m recipes.pretrain --resume {name}\n"
-          f"  evaluate  python -m recipes.evaluate {name}")
+    print(f"{path} is exported to {out}, {size(out) / 1e6:,.1f} MB\n"
+          f"  go on     python -m recipes.pretrain --resume {name}\n  evaluate  python -m recipes.evaluate {name}")
 
 
 if __name__ == "__main__":

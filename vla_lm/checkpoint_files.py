@@ -1,10 +1,11 @@
 """The files of checkpoints that are whole or not there: written aside, renamed, and marked complete last.
 
-`step=000500.ckpt` (a file, or a folder under DeepSpeed) counts as saved once `step=000500.ckpt.complete` lies beside it:
-a JSON object with the step, the size in bytes, a checksum of each file and, once validated, the score. A neutral
-checkpoint (`step=000500.neutral`, see `vla_lm.neutral`) has its marker inside, `complete.json`, so that its folder can be
-copied as it is. Lightning's own saving moves a temporary file into place, which is a plain copy when the temporary folder
-is another file system, and DeepSpeed writes its folder in place; so neither alone tells a whole checkpoint from half of one.
+`step=000500.ckpt` (a file, or a folder under DeepSpeed) counts as saved once `step=000500.ckpt.complete` lies beside
+it: a JSON object with the step, the size in bytes, a checksum of each file and, once validated, the score. A neutral
+checkpoint (`step=000500.neutral`, see `vla_lm.neutral`) has its marker inside, `complete.json`, so that its folder can
+be copied as it is. Lightning's own saving moves a temporary file into place, which is a plain copy when the temporary
+folder is another file system, and DeepSpeed writes its folder in place; so neither alone tells a whole checkpoint from
+half of one.
 """
 
 import json
@@ -123,8 +124,8 @@ def read_marker(path: str | Path, verify: bool = False) -> dict[str, Any]:
     except (json.JSONDecodeError, KeyError, TypeError):
         wrong = f"has an unreadable marker {marker_of(path).name}"
     if wrong:
-        raise ValueError(f"Checkpoint {path} {wrong}. Use another one in {path.parent}, or the run's folder, which picks the "
-                         "newest whole one.")
+        raise ValueError(f"Checkpoint {path} {wrong}. Use another one in {path.parent}, or the run's folder, which picks "
+                         "the newest whole one.")
     return marker
 
 
@@ -148,8 +149,8 @@ def complete_checkpoints(folder: str | Path, kinds: tuple[str, ...] = ("ckpt",))
 def newest_complete(folder: str | Path, verify: bool = False) -> Path | None:
     """The newest whole checkpoint of a checkpoints folder or of a run folder; None when there is none.
 
-    Says (a warning on rank 0) which half-written or damaged ones it passes over, and why. At one step the run's own form
-    comes before the neutral one.
+    Says (a warning on rank 0) which half-written or damaged ones it passes over, and why. At one step the run's own
+    form comes before the neutral one.
 
     Args:
         verify: compare checksums too, so that damage at equal size is found; reads the whole checkpoint.
@@ -173,6 +174,6 @@ def _candidates(folder: str | Path, kinds: tuple[str, ...]) -> list[Path]:
 def _files(path: Path) -> dict[str, Path]:
     if not path.is_dir():
         return {".": path}
-    marker = marker_of(path)
-    found = (file for file in sorted(path.rglob("*")) if file.is_file() and file not in (marker, beside(marker, ".partial")))
+    markers = (marker_of(path), beside(marker_of(path), ".partial"))
+    found = (file for file in sorted(path.rglob("*")) if file.is_file() and file not in markers)
     return {file.relative_to(path).as_posix(): file for file in found}

@@ -1,5 +1,6 @@
-"""Reads a checkpoint under any strategy, writes one without keeping training waiting, loads the neutral form into ZeRO."""
+"""Reads a checkpoint under any strategy, writes one while training goes on, loads the neutral form into ZeRO."""
 
+import copy
 import threading
 import time
 from collections.abc import Mapping
@@ -21,9 +22,9 @@ FILE = {"form": "file"}  # the layout of a single-device or DDP checkpoint, at a
 class RunCheckpointIO(TorchCheckpointIO):
     """Lightning's reading and writing of checkpoints, and DeepSpeed's writing.
 
-    Writing takes a snapshot in host memory, in buffers that are kept from save to save (fresh memory costs more time than the
-    copy), and goes on in a thread: `begin` starts it, `done` asks, `finish` waits. An error is raised by `finish` alone, so
-    that a rank whose disk is full never leaves the others in the middle of a collective save.
+    Writing takes a snapshot in host memory, in buffers that are kept from save to save (fresh memory costs more time
+    than the copy), and goes on in a thread: `begin` starts it, `done` asks, `finish` waits. An error is raised by
+    `finish` alone, so that a rank whose disk is full never leaves the others in the middle of a collective save.
 
     Args:
         background: False writes at once, without a snapshot.
@@ -103,12 +104,18 @@ class _Snapshot:
         if isinstance(value, Tensor):
             return self._tensor(value.detach())
         if isinstance(value, dict):
-            return type(value)((key, self.of(item)) for key, item in value.items())
+            new = copy.copy(value)
+            new.update((key, self.of(item)) for key, item in value.items())
+            return new
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.of, value))
         return type(value)(map(self.of, value)) if type(value) in (list, tuple) else value
 
     def _tensor(self, tensor: Tensor) -> Tensor:
+        if not tensor.numel():
+            return tensor.cpu()
         key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        if key not in self.seen or not tensor.numel():
+        if key not in self.seen:
             place = (self.file, len(self.seen))
             buffer = self.buffers.get(place)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
@@ -131,8 +138,8 @@ def loadable(path: Path, layout: Mapping[str, Any]) -> Path:
         try:
             outcome = [_fitting(path, layout)]
         except (OSError, ValueError, RuntimeError) as error:
-            outcome = [ValueError(f"{path} cannot be turned into the neutral form, which this strategy and number of ranks "
-                                  f"need: {error}")]
+            outcome = [ValueError(f"{path} cannot be turned into the neutral form, which this strategy and number of "
+                                  f"ranks need: {error}")]
     if distributed.is_available() and distributed.is_initialized():
         distributed.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], Exception):
@@ -160,8 +167,8 @@ def _words(layout: Mapping[str, Any] | None) -> str:
 class AnyCheckpoint:
     """For a DeepSpeed strategy: its own folders where they fit, the neutral form of any other checkpoint.
 
-    Where Lightning's saving is changed: no file is written between collectives that could fail on one rank alone (DeepSpeed's
-    `latest` and its recovery script), the rest goes through `RunCheckpointIO`.
+    Where Lightning's saving is changed: no file is written between collectives that could fail on one rank alone
+    (DeepSpeed's `latest` and its recovery script), the rest goes through `RunCheckpointIO`.
     """
 
     @property

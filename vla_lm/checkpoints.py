@@ -21,8 +21,8 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", trust_pickl
     """The model of a checkpoint, in evaluation mode, its weights in float32.
 
     Args:
-        path: a run's folder (its newest complete checkpoint), or a checkpoint: `step=000500.ckpt` (a file, or DeepSpeed's
-            folder) with its `.complete` marker beside it, or a neutral one (`step=000500.neutral`).
+        path: a run's folder (its newest complete checkpoint), or a checkpoint: `step=000500.ckpt` (a file, or
+            DeepSpeed's folder) with its `.complete` marker beside it, or a neutral one (`step=000500.neutral`).
         device: where to put the model; "auto": a GPU where there is one.
         trust_pickle: read DeepSpeed's folder even outside a run's folder; its pickles can run any code.
 
@@ -75,8 +75,8 @@ def check_trusted(path: Path, trust_pickle: bool) -> None:
     """ValueError for a folder of pickles that lies in no run's folder, unless it is said to be trusted."""
     in_run = path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").exists()
     if path.is_dir() and not is_neutral(path) and not trust_pickle and not in_run:
-        raise ValueError(f"{path} is a folder of pickles, which can run any code when they are read, and lies in no run's "
-                         "folder (config.yaml, checkpoints/): if you trust where it comes from, add --trust-pickle")
+        raise ValueError(f"{path} is a folder of pickles, which can run any code when they are read, and lies in no "
+                         "run's folder (config.yaml, checkpoints/): if you trust where it comes from, add --trust-pickle")
 
 
 def checkpoint_step(path: str | Path) -> int:

@@ -1,12 +1,13 @@
-"""What Lightning and DeepSpeed wrote, read tensor by tensor: the weights and AdamW's moments in float32, by parameter name.
+"""What Lightning and DeepSpeed wrote, read tensor by tensor: weights and AdamW's moments in float32, by parameter name.
 
-A single file (`auto`, `ddp`) holds whole tensors. A ZeRO folder holds, for each rank, flat pieces; where a parameter lies in
-them is said by what DeepSpeed saved beside them: `param_slice_mappings` under ZeRO-1 and 2 (its BF16_Optimizer too), and
-the order of `param_shapes` under ZeRO-3, which DeepSpeed's own `GatheredTensor` reads. Files are mapped into memory, so
-the memory needed is that of one parameter. DeepSpeed's `zero_to_fp32` gives weights alone, and refuses ZeRO-1 of bfloat16
+A single file (`auto`, `ddp`) holds whole tensors. A ZeRO folder holds, for each rank, flat pieces; where a parameter lies
+in them is said by what DeepSpeed saved beside them: `param_slice_mappings` under ZeRO-1 and 2 (its BF16_Optimizer too),
+and the order of `param_shapes` under ZeRO-3, which DeepSpeed's own `GatheredTensor` reads. Files are mapped into memory,
+so that a tensor at a time is read. DeepSpeed's `zero_to_fp32` gives weights alone, and refuses ZeRO-1 of bfloat16
 parameters; its `ds_to_universal` gives all, by way of a second folder of small pickles, and loses ZeRO-3's step.
 """
 
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -24,8 +25,8 @@ from vla_lm.optimization import parameter_groups
 from vla_lm.transformer import Transformer
 
 # What of Lightning's dictionary a resume needs; beside it the data module's state, which has a fingerprint.
-_KEPT = ("epoch", "global_step", "pytorch-lightning_version", "loops", "lr_schedulers", "hyper_parameters", "accumulation",
-         "max_steps")
+_KEPT = ("epoch", "global_step", "pytorch-lightning_version", "loops", "lr_schedulers", "hyper_parameters",
+         "accumulation", "max_steps")
 
 
 class NativeCheckpoint:
@@ -48,8 +49,8 @@ class NativeCheckpoint:
         self.optimizer_step = self.content["global_step"]
         steps = self._open_folder() if path.is_dir() else self._open_file()
         if set(steps) - {self.optimizer_step}:
-            raise ValueError(f"{path} was saved at step {self.optimizer_step}, its optimizer has taken {sorted(set(steps))} "
-                             "steps: use another checkpoint")
+            raise ValueError(f"{path} was saved at step {self.optimizer_step}, its optimizer has taken "
+                             f"{sorted(set(steps))} steps: use another checkpoint")
 
     def shapes(self) -> dict[str, list[int]]:
         """Shape of each parameter, from the configuration."""
@@ -77,13 +78,14 @@ class NativeCheckpoint:
         try:
             files = get_optim_files(str(self.path / "checkpoint"))
         except FileNotFoundError:
-            raise ValueError(f"{self.path} holds no optimizer states, which have a ZeRO run's weights: use another checkpoint"
-                             ) from None
-        ranks = [torch.load(file, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"] for file in files]
+            raise ValueError(f"{self.path} holds no optimizer states, which have a ZeRO run's weights: use another "
+                             "checkpoint") from None
+        load = functools.partial(torch.load, map_location="cpu", weights_only=False, mmap=True)
+        ranks = [load(file)["optimizer_state_dict"] for file in files]
         count = ranks[0]["partition_count"]
         count = max(count) if isinstance(count, list) else count
         if len(ranks) != count:
-            raise ValueError(f"{self.path} has the pieces of {len(ranks)} ranks, {count} wrote it: use another checkpoint")
+            raise ValueError(f"{self.path} has the pieces of {len(ranks)} ranks, {count} wrote it: use another one")
         for name in self.content.get("buffer_names", []):
             self.weights[name] = _reader(self.content["module"][name])
         steps = self._open_stage_3(ranks) if "fp32_flat_groups" in ranks[0] else self._open_stages_1_and_2(ranks)
@@ -94,17 +96,20 @@ class NativeCheckpoint:
     def _open_stages_1_and_2(self, ranks: list[dict[str, Any]]) -> list[int]:
         shapes = {name: shape for group in self.content["param_shapes"] for name, shape in group.items()}
         states = [rank["base_optimizer_state"]["state"] for rank in ranks]
+        masters = [rank["single_partition_of_fp32_groups"] for rank in ranks]
+
+        def flat(number: int, group: int, kind: str) -> Tensor:
+            return masters[number][group] if kind == "weights" else states[number][group][kind]
+
         pieces: dict[str, list[tuple[int, int, Any]]] = {}
         for number, rank in enumerate(ranks):
             for group, places in enumerate(rank["param_slice_mappings"]):
                 for name, place in places.items():
                     pieces.setdefault(name, []).append((number, group, place))
         for name, shape in shapes.items():
-            def flat(number: int, group: int, kind: str) -> Tensor:
-                return ranks[number]["single_partition_of_fp32_groups"][group] if kind == "weights" else states[number][group][kind]
-
             def read(kind: str, parts: list = pieces[name], shape: torch.Size = shape) -> Tensor:
-                cut = [flat(number, group, kind).detach().narrow(0, place.start, place.numel) for number, group, place in parts]
+                cut = [flat(number, group, kind).detach()[place.start : place.start + place.numel]
+                       for number, group, place in parts]
                 return torch.cat(cut).float().view(shape)
 
             self.weights[name] = lambda read=read: read("weights")
@@ -134,7 +139,7 @@ class NativeCheckpoint:
 
 
 def read_content(path: Path) -> dict[str, Any]:
-    """The dictionary that Lightning made of a checkpoint, tensors mapped, not read; of a ZeRO folder without its weights.
+    """The dictionary that Lightning made of a checkpoint, its tensors mapped; of a ZeRO folder without its weights.
 
     Raises:
         ValueError: not readable, or not a checkpoint of this project's model.

@@ -1,10 +1,10 @@
-"""The neutral checkpoint: a run's state in safetensors and JSON, written and read by every strategy at every world size.
+"""The neutral checkpoint: a run's state in safetensors and JSON, for every strategy and number of ranks.
 
     step=000500.neutral/
         weights.safetensors      float32, by the model's own parameter names (weights-00001-of-00003.safetensors and
         exp_avg.safetensors      weights.safetensors.index.json where they are larger than SHARD_BYTES)
         exp_avg_sq.safetensors   AdamW's moments, by the same names
-        lanes.safetensors        states that long documents carry on, rows in the global order of lanes; where there are any
+        lanes.safetensors        where there are any: states that long documents carry on, in the global order of lanes
         state.json               everything else: steps, schedule, loops, data, model and optimizer configuration
         complete.json            written last: step, bytes, checksums
 
@@ -48,12 +48,13 @@ class NeutralCheckpoint:
             self.state = json.loads((path / "state.json").read_text())
             version, hyper = self.state["format"], self.state["hyper_parameters"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path / 'state.json'} cannot be used ({type(error).__name__}: {error}): it must have format, "
-                             "global_step and hyper_parameters, see vla_lm/README.md") from None
+            raise ValueError(f"{path / 'state.json'} cannot be used ({type(error).__name__}: {error}): it must have "
+                             "format, global_step and hyper_parameters, see vla_lm/README.md") from None
         if version != FORMAT:
-            raise ValueError(f"{path} has format {version!r}, this version reads {FORMAT}: export it again with this version")
+            raise ValueError(f"{path} has format {version!r}, this version reads {FORMAT}: export it again")
         if not isinstance(hyper, dict) or not {"config", "optimizer"} <= hyper.keys():
-            raise ValueError(f"{path} holds no configuration of a language model: hyper_parameters needs config and optimizer")
+            raise ValueError(f"{path} holds no configuration of a language model: its hyper_parameters need config and "
+                             "optimizer")
         self._handles: dict[Path, Any] = {}
         self._places = {kind: self._index(kind) for kind in ("weights", *MOMENTS)}
         if not self._places["weights"]:
@@ -83,13 +84,13 @@ class NeutralCheckpoint:
     def content(self) -> dict[str, Any]:
         """Lightning's dictionary without weights and moments, and "neutral": where they are to be read from."""
         if self.state["global_step"] and "loops" not in self.state:
-            raise ValueError(f"{self.path} is of other software and at step {self.state['global_step']}: set global_step to 0 "
-                             "in its state.json, training then starts from its weights")
+            raise ValueError(f"{self.path} is of other software and at step {self.state['global_step']}: set global_step "
+                             "to 0 in its state.json, training then starts from its weights")
         defaults = {"lr_schedulers": [], "pytorch-lightning_version": pl.__version__}
         return {**defaults, **self.state, "lanes": self.lanes(), "neutral": str(self.path)}
 
     def optimizer_state(self, model: Any, max_steps: int) -> dict[str, Any]:
-        """The state of `build_optimizer` of `model` in a run of `max_steps` steps, as its `load_state_dict` takes it."""
+        """The state of `model`'s optimizer in a run of `max_steps` steps, as its `load_state_dict` takes it."""
         optimizer = build_optimizer(model.transformer, model.optimizer_config)
         names = {parameter: name for name, parameter in portable(dict(model.named_parameters())).items()}
         out = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
@@ -98,13 +99,15 @@ class NeutralCheckpoint:
         if self.names(MOMENTS[0]):
             order = (parameter for group in optimizer.param_groups for parameter in group["params"])
             step = float(self.state["global_step"])
-            out["state"] = {index: {"step": torch.tensor(step)} | {kind: self.tensor(kind, names[parameter]) for kind in MOMENTS}
-                            for index, parameter in enumerate(order)}
+            for index, parameter in enumerate(order):
+                moments = {kind: self.tensor(kind, names[parameter]) for kind in MOMENTS}
+                out["state"][index] = {"step": torch.tensor(step), **moments}
         return out
 
     def learning_rate(self, model: Any, max_steps: int) -> float:
         """Learning rate of the next step: the schedule's, which depends on the step alone."""
-        return model.optimizer_config.learning_rate * schedule(model.optimizer_config, max_steps)(self.state["global_step"])
+        config = model.optimizer_config
+        return config.learning_rate * schedule(config, max_steps)(self.state["global_step"])
 
     def _index(self, kind: str) -> dict[str, Path]:
         listed = self.path / f"{kind}.safetensors.index.json"
@@ -127,14 +130,17 @@ def portable(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
 
 
-def write_tensors(folder: Path, kind: str, readers: dict[str, Callable[[], Tensor]], shapes: dict[str, list[int]]) -> None:
+def write_tensors(
+    folder: Path, kind: str, readers: dict[str, Callable[[], Tensor]], shapes: dict[str, list[int]]
+) -> None:
     """Writes the tensors of a kind, a shard at a time, by safetensors' convention for several files."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     sizes = {name: 4 * torch.Size(shapes[name]).numel() if name in shapes else 0 for name in readers}
     plan = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=lambda bytes_: bytes_, filename_pattern=kind + "{suffix}.safetensors", max_shard_size=SHARD_BYTES
-    )
+        sizes, get_storage_size=lambda size: size, filename_pattern=kind + "{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )  # fmt: skip
     for file, names in plan.filename_to_tensors.items():
         save_file({name: readers[name]().contiguous() for name in names}, folder / file)
     if plan.is_sharded:

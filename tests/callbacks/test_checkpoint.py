@@ -186,7 +186,7 @@ def test_later_ones_of_an_abandoned_continuation_are_set_aside(tmp_path):
 
 
 def test_bad_settings():
-    with pytest.raises(ValueError, match="keep_last 0, keep_every_n_steps None, keep_best 1: all must be at least 1"):
+    with pytest.raises(ValueError, match="keep_last 0, keep_every_n_steps None, keep_best 1: use at least 1"):
         RunCheckpoint(keep_last=0)
 
 

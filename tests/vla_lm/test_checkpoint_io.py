@@ -1,6 +1,8 @@
 """Snapshots are copies in memory that is used again; errors wait for `finish`; an unfit checkpoint is answered."""
 
 import zlib
+from collections import defaultdict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,10 +11,16 @@ from small import language_model
 from vla_lm.checkpoint_io import RunCheckpointIO, loadable
 
 
+class Pair(NamedTuple):
+    tensor: torch.Tensor
+    number: int
+
+
 def state(value):
     tied = torch.full((4, 3), float(value))
     half = torch.arange(8.0)[::2] + value  # not contiguous
-    return {"module": {"a": tied, "b": tied, "half": half}, "list": [1, (half, "text")], "size": torch.Size([2, 3])}
+    more = {"empty": torch.empty(0), "none": torch.empty(0), "pair": Pair(half + 1, 2), "ints": defaultdict(list, {"x": [1]})}
+    return {"module": {"a": tied, "b": tied, "half": half}, "list": [1, (half, "text")], "size": torch.Size([2, 3]), **more}
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -21,13 +29,15 @@ def test_what_was_saved_is_written(tmp_path, background):
     io.save(content, tmp_path / "step=1.ckpt")
     if background:
         content["module"]["a"].zero_()  # training goes on
+        content["pair"].tensor.zero_()
         assert not (tmp_path / "step=1.ckpt").exists()
     io.begin(None)
     assert io.done()
     assert io.finish() == {str(tmp_path / "step=1.ckpt"): zlib.crc32((tmp_path / "step=1.ckpt").read_bytes())}
-    again = torch.load(tmp_path / "step=1.ckpt")
+    again = torch.load(tmp_path / "step=1.ckpt", weights_only=False)
     assert torch.equal(again["module"]["a"], torch.ones(4, 3)) and torch.equal(again["list"][1][0], torch.arange(1.0, 9, 2))
     assert again["module"]["a"].data_ptr() == again["module"]["b"].data_ptr()  # shared as before
+    assert torch.equal(again["pair"].tensor, torch.arange(8.0)[::2] + 2) and again["ints"] == {"x": [1]}
     assert again["list"][1][1] == "text" and again["size"] == torch.Size([2, 3])
 
 
@@ -39,8 +49,8 @@ def test_the_memory_of_a_snapshot_is_used_again(tmp_path):
         places.append({key: buffer.data_ptr() for key, buffer in io._buffers.items()})
         io.begin(None)
         io.finish()
-        assert torch.load(tmp_path / f"step={step}.b")["module"]["a"][0, 0] == step
-    assert places[0] == places[1] == places[2] and len(places[0]) == 4
+        assert torch.load(tmp_path / f"step={step}.b", weights_only=False)["module"]["a"][0, 0] == step
+    assert places[0] == places[1] == places[2] and len(places[0]) == 6
 
 
 @pytest.mark.parametrize("background", [True, False])
