@@ -2,7 +2,8 @@
 
     python run.py FOLDER STORE [CASES]      with WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for two processes
 
-CASES names one of the functions at the end, every_case by default. Each case leaves FOLDER/<case>.pt, as `record` writes it.
+CASES names one of the functions at the end, every_case by default. Each case leaves FOLDER/<case>.pt, as `record` has
+it.
 """
 
 import os
@@ -20,11 +21,14 @@ from callbacks import (
     JsonlLogger,
     NonFiniteError,
     RunCheckpoint,
+    StartReport,
     StateNorms,
     Throughput,
     newest_complete,
     read_metrics,
 )
+from callbacks.allocated import allocated
+from callbacks.gradients import at_step_boundary
 from data.documents import DocumentsDataModule
 from data.mqar import MQARDataModule
 from vla_lm.config import ModelConfig, OptimizerConfig
@@ -49,8 +53,11 @@ class CPUShardedStrategy(ShardedStrategy):
         self.setup_distributed()
 
 
-def strategy(way: str):
-    """one, ddp, zero1, zero2, zero3, or zero2-offload and zero3-offload: the optimizer on the host."""
+def strategy(way: str, precision: str = "32-true"):
+    """one, ddp, zero1, zero2, zero3, or zero2-offload and zero3-offload: the optimizer on the host.
+
+    As configs/strategy/*.yaml; bf16-true is their lean form.
+    """
     if way == "one":
         return "auto"
     settings = {"process_group_backend": "gloo", "cluster_environment": LightningEnvironment()}
@@ -58,6 +65,8 @@ def strategy(way: str):
         return DDPStrategy(**settings)
     if way.endswith("-offload"):
         settings |= {"offload_optimizer": True, "config": {"zero_force_ds_cpu_optimizer": False}}
+    if precision == "bf16-true":
+        settings["config"] = {"communication_data_type": "fp32"}
     return CPUShardedStrategy(stage=int(way[4]), **settings)
 
 
@@ -83,16 +92,26 @@ class Stop(pl.Callback):
 
 
 class Watch(pl.Callback):
-    """The whole weights after each step and when an exception comes; DeepSpeed's own gradient norms."""
+    """The whole weights after each step and at an exception; DeepSpeed's own gradient norms; bytes allocated."""
 
     def __init__(self) -> None:
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self.engine_norms: list[float] = []
+        self.allocated: dict[str, dict[torch.dtype, int]] = {}
 
     def on_train_start(self, trainer, pl_module):
         self.weights[trainer.global_step] = whole(pl_module)
 
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == STEPS - 1 and at_step_boundary(trainer):
+            self.allocated["gradients"] = allocated(trainer, pl_module, gradients=True)["gradients"]
+        elif trainer.global_step == STEPS - 1:  # DeepSpeed alone comes here between micro-batches
+            whole_gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self.allocated["between"] = {torch.float32: sum(grad.nbytes for grad in whole_gradients)}
+
     def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == STEPS:
+            self.allocated = allocated(trainer, pl_module) | self.allocated
         if trainer.global_step not in self.weights:
             self.weights[trainer.global_step] = whole(pl_module)
             if hasattr(trainer.model, "get_global_grad_norm"):
@@ -114,11 +133,16 @@ def whole(module) -> dict[str, torch.Tensor]:
     return weights
 
 
+def model_config(vocab_size: int, style: str, **fields) -> ModelConfig:
+    sizes = dict(vocab_size=vocab_size, d_model=16, n_layers=2, n_heads=2, max_positions=LENGTH)
+    return ModelConfig(**sizes, mixer="vla", style=style, **fields)
+
+
 def train(folder: Path, way: str, accumulation: int, resume=None, store=None, precision="32-true", extra=(),
-          fields=None, implementation="torch") -> Watch:  # fmt: skip
+          fields=None, implementation="torch", guarded=True) -> Watch:  # fmt: skip
     """One run of STEPS optimizer steps of ROWS rows: associative recall, or the documents of a store, carried on.
 
-    `fields`: further ones of ModelConfig; `implementation`: of AdamW.
+    `fields`: further ones of ModelConfig; `implementation`: of AdamW; `guarded`: with FiniteGuard.
     """
     pl.seed_everything(3, verbose=False)
     rows = {"micro_batch_rows": ROWS // WORLD // accumulation, "val_rows": 8, "val_batch_rows": 4}
@@ -129,16 +153,16 @@ def train(folder: Path, way: str, accumulation: int, resume=None, store=None, pr
         data = DocumentsDataModule(store, source=None, vocab_size=None, row_tokens=32, carry_state=True,
                                    global_batch_tokens=ROWS * 32, **rows)  # fmt: skip
     model = LanguageModel(
-        ModelConfig(vocab_size=data.vocab_size, d_model=16, n_layers=2, n_heads=2, max_positions=LENGTH, mixer="vla",
-                    style="modern" if store else "paper", **fields or {}),
+        model_config(data.vocab_size, "modern" if store else "paper", **fields or {}),
         # A large epsilon: Adam's step for a gradient of rounding noise alone would otherwise have a random sign.
         OptimizerConfig(learning_rate=3e-3, warmup_steps=2, eps=1e-4, implementation=implementation),
     )  # fmt: skip
     watch = Watch()
-    callbacks = [FiniteGuard(), GradientNorms(), Throughput(), StateNorms(every_n_steps=2), watch, *extra,
+    callbacks = [StartReport(folder), *[FiniteGuard()] * guarded, GradientNorms(), Throughput(),
+                 StateNorms(every_n_steps=2), watch, *extra,
                  RunCheckpoint(folder / "checkpoints", every_n_train_steps=2, keep_last=3)]  # fmt: skip
     trainer = pl.Trainer(
-        strategy=strategy(way), accelerator="cpu", devices=WORLD, max_steps=STEPS, gradient_clip_val=0.5,
+        strategy=strategy(way, precision), accelerator="cpu", devices=WORLD, max_steps=STEPS, gradient_clip_val=0.5,
         log_every_n_steps=1, val_check_interval=2 * accumulation, callbacks=callbacks, logger=JsonlLogger(folder),
         use_distributed_sampler=False, num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder, precision=precision,
@@ -162,6 +186,7 @@ def record(folder: Path, case: str, watch: Watch) -> None:
             "weights": watch.weights[STEPS],
             "initial": watch.weights[min(watch.weights)],
             "began": min(watch.weights),
+            "allocated": watch.allocated,
         }
         torch.save(found, folder / f"{case}.pt")
 
@@ -178,6 +203,8 @@ def poisoned(folder: Path, case: str, way: str, **settings) -> None:
         train(folder / case, way, 2, extra=[Poison(), watch], **settings)
     except NonFiniteError as error:
         stopped = {"step": error.step, "layer": error.layer, "message": str(error)}
+    except FloatingPointError as error:
+        stopped = {"message": str(error)}
     torch.save((stopped, watch.weights, watch.at_exception), folder / f"{case}-rank{RANK}.pt")
 
 
@@ -211,7 +238,10 @@ def offload_and_lean(folder: Path, store: str) -> None:
         poisoned(folder, f"{way}-nan", way)
     record(folder, "zero3-fused", train(folder / "zero3-fused", "zero3-offload", 4, implementation="fused"))
     for way in ("zero1", "zero2", "zero3"):
-        for name, precision in (("lean", "bf16-true"), ("mixed", "bf16-mixed")):
+        poisoned(folder, f"{way}-unguarded-nan", way, guarded=False)
+    # In this order: DeepSpeed's autocast, once on in a process, decides all further runs' types of communication.
+    for name, precision in (("lean", "bf16-true"), ("mixed", "bf16-mixed")):
+        for way in ("zero1", "zero2", "zero3"):
             case = f"{way}-{name}"
             record(folder, case, train(folder / case, way, 4, precision=precision))
             resumed(folder, f"{case}-resumed", way, 4, precision=precision)

@@ -23,6 +23,7 @@ from callbacks import read_metrics
 from data.corpus import Corpus
 from data.mqar import MQARDataModule
 from data.token_store import StoreRequest, prepare_store
+from vla_lm.memory_plan import Sharding, plan_memory
 
 RUN = Path(__file__).with_name("run.py")
 ROOT = RUN.parents[2]
@@ -157,8 +158,8 @@ def test_bf16_mixed_under_zero_is_what_it_is_elsewhere(runs):
 
 
 def assert_same_training_in_bf16(found, expected, exact):
-    """`expected`: one process in bf16-mixed, `exact`: in float32. Losses within 2e-3, norms 2 %, weights 6e-4 (six steps
-    of up to 3e-3)."""
+    """`expected`: one process in bf16-mixed, `exact`: in float32. Losses within 2e-3, norms 2 %, weights 6e-4 (six
+    steps of up to 3e-3)."""
     norms = [step["global"] for step in found["norms"]]
     assert found["engine_norms"] == pytest.approx(norms, rel=1e-5)
     assert norms == pytest.approx([step["global"] for step in expected["norms"]], rel=0.02)
@@ -166,6 +167,48 @@ def assert_same_training_in_bf16(found, expected, exact):
     assert found["losses"] != exact["losses"], "the matmuls are not float32"
     for name, weight in expected["weights"].items():
         assert (found["weights"][name].float() - weight).abs().max() < 6e-4, name
+
+
+def assert_allocated_as_planned(found, way, precision="32-true"):
+    """Every part to the byte, on the first rank at accumulation 4.
+
+    Pieces of float32 gradients under ZeRO-1 and 2 may hold on to the whole of the one parameter that the ranks' border
+    cuts, in each of the two groups.
+    """
+    config = run.model_config(run.VOCAB, "paper")
+    stage = int(way[4]) if way in SHARDED or "offload" in way else 0
+    sharding = Sharding(stage, 1 if way == "one" else 2, precision, "offload" in way, reduce_bucket_size=200_000_000)
+    plan = plan_memory(config, sharding, rows=1, row_tokens=run.LENGTH, device="cpu")
+    real = {part: sum(sizes.values()) for part, sizes in found["allocated"].items()}
+    for part in ("parameters", "masters", "optimizer states"):
+        assert real[part] == plan.bytes(part), part
+    assert real["gathered"] <= plan.bytes("small parameters"), "here all are small"
+    assert real["buckets"] == (plan.bytes("buckets") if stage == 3 else 0), "ZeRO-1 and 2 give theirs back"
+    spare = 2 * 4 * config.vocab_size * config.d_model if stage in (1, 2) and precision != "bf16-true" else 0
+    assert plan.bytes("gradients") <= real["gradients"] <= plan.bytes("gradients") + spare
+    if way == "zero1" and precision != "bf16-true":  # whole between micro-batches, cut at the last
+        whole = plan_memory(config, sharding, rows=1, row_tokens=run.LENGTH, accumulation=4, device="cpu")
+        assert real["between"] == whole.bytes("gradients") > real["gradients"]
+    elif stage > 1:
+        assert real["between"] == 0
+    weights = {torch.bfloat16 if precision == "bf16-true" else torch.float32}
+    assert set(found["allocated"]["parameters"]) == weights
+    for part in ("masters", "optimizer states"):
+        assert set(found["allocated"][part]) <= {torch.float32}
+
+
+@pytest.mark.parametrize("way", ["one", "ddp", *SHARDED])
+def test_memory_is_what_was_planned(runs, way):
+    assert_allocated_as_planned(load(runs, f"{way}-4"), way)
+
+
+def test_the_report_at_start_names_what_is_real(runs):
+    """Under ZeRO-3 in bf16-mixed: Lightning's own plugin would have made it bfloat16 throughout."""
+    text = (runs / "zero3-mixed" / "start.txt").read_text()
+    types = next(line for line in text.splitlines() if line.startswith("as they are: "))
+    assert "parameters float32; masters float32; gradients' sums over ranks float32" in types
+    assert "memory.S float32, memory.A float32" in types and "precision bf16-mixed" in types
+    assert "each of 2 ranks" in text and "optimizer states" in text.split("after 2 steps")[1]
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +250,29 @@ class TestOffloadAndLean:
         masters = torch.cat([weight.flatten() for weight in found["weights"].values()])
         assert (masters != masters.bfloat16().float()).float().mean() > 0.9, "masters have float32's digits"
 
-    @pytest.mark.parametrize("case", ["zero2-offload", "zero3-offload", *(f"{w}-{k}" for w in SHARDED for k in ("lean", "mixed"))])
+    @pytest.mark.parametrize("way", SHARDED)
+    def test_a_nan_stops_all_ranks_also_without_the_callback(self, more_runs, way):
+        for rank in range(2):
+            stopped, weights, at_exception = load(more_runs, f"{way}-unguarded-nan-rank{rank}")
+            assert stopped["message"].startswith("optimizer step 4: a gradient is not finite; the weights are those of")
+            assert all(torch.equal(weights[3][name], weight) for name, weight in at_exception.items())
+
+    @pytest.mark.parametrize("way", SHARDED)
+    def test_the_lean_form_s_report_names_what_is_real(self, more_runs, way):
+        text = (more_runs / f"{way}-lean" / "start.txt").read_text()
+        types = next(line for line in text.splitlines() if line.startswith("as they are: "))
+        assert "parameters bfloat16; masters float32; gradients' sums over ranks float32" in types
+
+    @pytest.mark.parametrize("way", SHARDED)
+    def test_memory_is_what_was_planned(self, more_runs, way):
+        assert_allocated_as_planned(load(more_runs, f"{way}-lean"), way, "bf16-true")
+        assert_allocated_as_planned(load(more_runs, f"{way}-mixed"), way, "bf16-mixed")
+        if way != "zero1":
+            assert_allocated_as_planned(load(more_runs, f"{way}-offload"), f"{way}-offload")
+
+    @pytest.mark.parametrize(
+        "case", ["zero2-offload", "zero3-offload", *(f"{way}-{kind}" for way in SHARDED for kind in ("lean", "mixed"))]
+    )
     def test_resume_and_a_nan_on_one_rank(self, more_runs, case):
         found, expected = load(more_runs, f"{case}-resumed"), load(more_runs, case)
         assert found["began"] == 4 and found["losses"] == expected["losses"]
