@@ -108,7 +108,8 @@ def pieces(x):
 @triton.jit
 def dot_onto(total, a, b, P: tl.constexpr, SHORT: tl.constexpr = 0):
     """total + a @ b, summed in float32, with inputs as precise as P says; bf16x3, three bfloat16 parts a factor, is
-    float32 but for its last bits. Matrices or batches of them. SHORT: which factor (1, 2) has 16 significant bits only, 0 for none."""
+    float32 but for its last bits. Matrices or batches of them. SHORT: which factor (1, 2) has 16 significant bits only, 0
+    for none."""
     if P == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
     else:
@@ -162,6 +163,11 @@ def dot_apart(a, b, P: tl.constexpr, SHORT: tl.constexpr = 0):
         return rest + tl.dot(a_lead, b_lead, input_precision="tf32")
     else:
         return dot(a, b, P)
+
+
+@triton.jit
+def dot_wide(a, b):
+    return tl.dot(a, b, out_dtype=tl.float64)
 
 
 @triton.jit

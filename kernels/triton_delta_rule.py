@@ -267,8 +267,8 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
         if precision.memory == "bf16" and max(dk, dv) < 128:
             registers = 168 if pending else 128
         rest = (write.starts, write.factors, write.norms) if pending else (None, None, None)
-        solve_kernel[grid](keys.k, keys.w, v, beta, g, inverse, E, Z, *rest, table.chunks, heads, **key_options, **sizes,
-                           PENDING=pending, HAS_NORMS=rest[2] is not None, READING=precision.reading,
+        solve_kernel[grid](keys.k, keys.w, v, beta, g, inverse, E, Z, *rest, table.chunks, heads, **key_options,
+                           **sizes, PENDING=pending, HAS_NORMS=rest[2] is not None, READING=precision.reading,
                            HAS_BETA=beta is not None, HAS_G=g is not None, SMALLEST=SMALLEST_BETA, LEAF=LEAF, P=precision.memory,
                            SOLVE=precision.solve, num_warps=nw,
                            maxnreg=registers)

@@ -1,10 +1,9 @@
 """a_t = A_t x_t with A_t = (M_0 + Σ_{s<=t} u_s u_sᵀ)⁻¹ for all tokens, and its gradient, in Triton.
 
-A sequence is cut into stretches. Gram sums of the stretches, their prefix sums and the inverse at each stretch's start
-are float64 (λ0 = 0.1 would be lost beside a sum over T tokens). From there one program walks its stretch in leaves of
-16 tokens and carries A: with I + U A Uᵀ = L D Lᵀ and W = D^-1/2 L⁻¹ U A it is A −= Wᵀ W. It leaves W and A at every
-chunk's start, so that the map itself, a = X A − tril(X Wᵀ) W, and all of the backward pass run over chunks in parallel.
-Where x is u, a_t = W_t D_t^-1/2, which does not cancel.
+A sequence is cut into stretches; `triton_stretch_starts` has A at their starts. From there one program walks its stretch
+in leaves of 16 tokens and carries A: with I + U A Uᵀ = L D Lᵀ and W = D^-1/2 L⁻¹ U A it is A −= Wᵀ W. It leaves W and A at
+every chunk's start, so that the map itself, a = X A − tril(X Wᵀ) W, and all of the backward pass run over chunks in
+parallel. Where x is u, a_t = W_t D_t^-1/2, which does not cancel.
 """
 
 import math
@@ -15,116 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_common import (CHUNK, INTERPRETED, LEAF, Precision, Tables, dot, dot_apart, dot_onto, feature,
+from kernels.triton_common import (CHUNK, LEAF, Precision, Tables, dot, dot_apart, dot_onto, dot_wide, feature,
                                    feature_slope, load, places, scan, token_places, unit_rows, unit_rows_gradient)
-
-
-@triton.jit
-def dot_wide(a, b):
-    return tl.dot(a, b, out_dtype=tl.float64)
-
-
-@triton.jit
-def round_to(x, unit):
-    """The nearest multiple of 1/unit."""
-    return tl.floor(x * unit + 0.5) / unit
-
-
-@triton.jit
-def inverse_column_norm(x):
-    squared = tl.sum(x * x, 0)
-    return tl.where(squared > 0, 1 / tl.sqrt(tl.where(squared > 0, squared, 1.0)), 0.0)[None, :]
-
-
-@triton.jit
-def direction_rows(x, mask, F: tl.constexpr, FROM_KEY: tl.constexpr, WIDE: tl.constexpr):
-    """Penalty directions of N tokens (columns) from what was loaded, not yet of unit length: float64 where WIDE."""
-    x = x.to(tl.float32)
-    if FROM_KEY:
-        x = feature(x, mask, F)
-    return x.to(tl.float64) if WIDE else x
-
-
-@triton.jit
-def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl.constexpr, SCALE: tl.constexpr,
-                D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
-                EXACT: tl.constexpr):
-    """The unit directions of a stretch, and R rows of their Σ u uᵀ in float64.
-
-    Directions are float64, or float32 in multiples of 2⁻¹⁵: rounding a unit vector to float32 would leave the span of
-    its repetitions, on the coarse grid sums are exact. Such a vector is a pair of bfloat16 vectors whose products sum
-    up exactly in float32 for GROUP * C = 256 tokens at least, so the sum is exactly that of the directions. EXACT: "bf16", or "ieee" where that is not modelled.
-    """
-    parts: tl.constexpr = D // R
-    program = tl.program_id(0).to(tl.int64)
-    first, program = (program % parts).to(tl.int32) * R, program // parts
-    stretch, head = program // H, program % H
-    token, end = tl.load(stretches + stretch * 3), tl.load(stretches + stretch * 3 + 1)
-    line = tl.arange(0, D)
-    row = first + tl.arange(0, R)
-    total = tl.zeros([R, D], tl.float64)
-    base, per_token, mask = token_places(token, end, head, H, C)
-    columns = per_token[None, :] * D + line[:, None]
-    some = per_token[None, :] * D + row[:, None]
-    ahead = tl.load(u + base * D + columns, mask=mask[None, :], other=0)
-    ahead_rows = tl.load(u + base * D + some, mask=mask[None, :], other=0) if R < D else ahead
-    for i in range(0, (end - token + GROUP * C - 1) // (GROUP * C)):
-        large = tl.zeros([R, D], tl.float32)
-        middle = tl.zeros([R, D], tl.float32)
-        small = tl.zeros([R, D], tl.float32)
-        for j in range(0, GROUP):
-            at, mask_now, x, y = base, mask, ahead, ahead_rows
-            base, _, mask = token_places(token + (i * GROUP + j + 1) * C, end, head, H, C)
-            ahead = tl.load(u + base * D + columns, mask=mask[None, :], other=0)
-            ahead_rows = tl.load(u + base * D + some, mask=mask[None, :], other=0) if R < D else ahead
-            U = direction_rows(x, mask_now[None, :], F, FROM_KEY, WIDE)
-            scale = inverse_column_norm(U)
-            U = U * scale
-            V = direction_rows(y, mask_now[None, :], F, FROM_KEY, WIDE) * scale if R < D else U
-            if WIDE:
-                total += dot_wide(V, tl.trans(U))
-            else:
-                U, V = round_to(U, 32768.0), round_to(V, 32768.0)
-                high, high_rows = round_to(U, 128.0), round_to(V, 128.0)
-                low, low_rows = (U - high) * 256.0, (V - high_rows) * 256.0
-                large = dot_onto(large, high_rows, tl.trans(high), EXACT)
-                middle = dot_onto(middle, high_rows, tl.trans(low), EXACT)
-                middle = dot_onto(middle, low_rows, tl.trans(high), EXACT)
-                small = dot_onto(small, low_rows, tl.trans(low), EXACT)
-            tl.store(directions + at * D + some, V * SCALE, mask=mask_now[None, :])
-        if not WIDE:
-            total += large.to(tl.float64) + (middle * 0.00390625).to(tl.float64)
-            total += (small * 1.52587890625e-05).to(tl.float64)
-    tl.store(gram + program * D * D + row[:, None] * D + line[None, :], total * (SCALE * SCALE))
-
-
-@triton.jit
-def inverse_kernel(matrices, inverses, D: tl.constexpr):
-    """Inverses of symmetric positive definite float64 matrices by symmetric sweeps, one program a matrix.
-
-    A sweep of column c with pivot p is M − x xᵀ/p − 2 e eᵀ for x = c − e: no case for row and column of the pivot, and
-    the last term, which no later sweep reads, is left to the end. After all sweeps M has become −M⁻¹. Where p is large
-    the row c/p comes out of a cancellation, p times float64's rounding: 1e-10 after a million tokens. A step sweeps two
-    columns, for its latency is that of the exchanges.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    line = tl.arange(0, D)
-    r, c = line[:, None], line[None, :]
-    at = r * D + c
-    M = tl.load(matrices + program * D * D + at)
-    for i in range(0, D // 2):
-        j = 2 * i
-        first, second = tl.sum(tl.where(c == j, M, 0.0), 1), tl.sum(tl.where(c == j + 1, M, 0.0), 1)
-        pivot = tl.sum(tl.where(line == j, first, 0.0), 0)
-        across = tl.sum(tl.where(line == j + 1, first, 0.0), 0)
-        first = tl.where(line == j, first - 1.0, first)
-        scaled = first * (1.0 / pivot)
-        second -= scaled * across
-        next_pivot = tl.sum(tl.where(line == j + 1, second, 0.0), 0)
-        second = tl.where(line == j + 1, second - 1.0, second)
-        M = M - first[:, None] * scaled[None, :] - second[:, None] * (second * (1.0 / next_pivot))[None, :]
-    M = tl.where(r == c, 2.0 - M, -M)
-    tl.store(inverses + program * D * D + at, M.to(inverses.dtype.element_ty))
+from kernels.triton_stretch_starts import stretch_starts
 
 
 @triton.jit
@@ -355,31 +247,19 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
     tokens, heads, d = k.shape
     from_key, device = u is None, k.device
     same = from_key and not raw
-    options = dict(SCALE=scale, D=d, WIDE=precision.wide)
     coarse = not precision.wide and math.frexp(scale)[0] == 0.5  # directions of 16 bits
-    grid = (len(table.stretches) * heads,)
-    matrices = torch.empty(len(table.stretches), heads, d, d, dtype=torch.float64, device=device)
-    directions = torch.empty(tokens, heads, d, dtype=torch.float64 if precision.wide else torch.float32, device=device)
-    raw_directions = k if from_key else u
-    if precision.wide:
-        raw_directions = raw_directions.float()  # Triton 3.6 compiles no float64 matmul of what it loads as bfloat16
-    rows = min(d, 64)
-    gram_kernel[(grid[0] * (d // rows),)](
-        raw_directions, directions, matrices, table.stretches, heads, **options, F=feature_map, FROM_KEY=from_key,
-        R=rows, C=32 if d < 128 else 64, GROUP=8 if d < 128 else 4, EXACT="ieee" if INTERPRETED else "bf16",
-        num_warps=4 if d < 128 else 8)
-    M_last = scan(matrices, table, 2, M0)
-    inverses = matrices if precision.wide else torch.empty_like(matrices, dtype=torch.float32)
-    inverse_kernel[grid](matrices, inverses, D=d, num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
+    directions, inverses, M_last = stretch_starts(
+        k if from_key else u, M0, table, feature_map=feature_map, from_key=from_key, scale=scale, wide=precision.wide)
     starts = torch.empty(len(table.chunks), heads, d, d, dtype=inverses.dtype, device=device)
     factors = torch.empty(tokens, heads, d, dtype=inverses.dtype, device=device)
     out = torch.empty(tokens, heads, d, dtype=precision.store, device=device)
     norms = torch.empty(tokens, heads, dtype=torch.float32, device=device) if unit else None
     # Eight warps multiply by other instructions, which Triton 3.6 gets wrong for narrow bfloat16 rows (README).
     narrow = "tf32x3" if d == 128 and precision.direction == "bf16x3" else precision.direction
-    factor_kernel[grid](directions, inverses, starts, factors, out, norms, table.stretches, heads, **options, SAME=same,
-                        UNIT=unit, C=CHUNK, N=LEAF, COARSE=int(coarse), P=precision.direction, NARROW=narrow,
-                        num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
+    factor_kernel[(len(table.stretches) * heads,)](
+        directions, inverses, starts, factors, out, norms, table.stretches, heads, SCALE=scale, D=d, WIDE=precision.wide,
+        SAME=same, UNIT=unit, C=CHUNK, N=LEAF, COARSE=int(coarse), P=precision.direction, NARROW=narrow,
+        num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
     pending = fused and not (same or raw or precision.wide)
     if not (same or pending):
         rows = CHUNK // 2 if precision.wide and d == 128 else CHUNK  # a float64 A of 128 x 128 leaves no more room
