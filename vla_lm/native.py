@@ -10,6 +10,7 @@ parameters; its `ds_to_universal` gives all, by way of a second folder of small 
 import functools
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,12 @@ class NativeCheckpoint:
         return [int(state["step"]) for state in states.values()]
 
     def _open_folder(self) -> list[int]:
-        from deepspeed.utils.zero_to_fp32 import get_optim_files
-
-        try:
-            files = get_optim_files(str(self.path / "checkpoint"))
-        except FileNotFoundError:
+        # Not DeepSpeed's get_optim_files, which takes a * in the run's name for a pattern.
+        found = (self.path / "checkpoint").glob("*_optim_states.pt")
+        files = sorted(found, key=lambda file: int(re.search(r"pp_rank_(\d+)", file.name)[1]))
+        if not files:
             raise ValueError(f"{self.path} holds no optimizer states, which have a ZeRO run's weights: use another "
-                             "checkpoint") from None
+                             "checkpoint")
         load = functools.partial(torch.load, map_location="cpu", weights_only=False, mmap=True)
         ranks = [load(file)["optimizer_state_dict"] for file in files]
         count = ranks[0]["partition_count"]

@@ -10,7 +10,7 @@ CASES, by commas; a way is a name of run.strategy and its number of processes:
     bf16-true/zero1*2       in this precision
 
 Each process trains what has its own number of processes. A case leaves FOLDER/<case>.pt, as run.record writes it, with
-slashes and > as _; a resumed one also <case>/untouched.ckpt, saved before its first step.
+slashes and > as _ and * as x; a resumed one also <case>/untouched.ckpt, saved before its first step.
 """
 
 import re
@@ -48,7 +48,7 @@ class StopAt(pl.Callback):
 
 
 def name(case: str) -> str:
-    return re.sub(r"[/>]", "_", case)
+    return re.sub(r"[/>]", "_", case).replace("*", "x")  # DeepSpeed takes a * in a path for a pattern
 
 
 def saved(folder: Path, case: str, step: int = STOP) -> Path:

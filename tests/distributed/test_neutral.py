@@ -42,12 +42,12 @@ def launch(folder: Path, store: Path | str, cases: list[str]) -> None:
     command = [sys.executable, "-W", "ignore", str(PAIRS), str(folder), str(store)]
     command.append(",".join([*sorted(sources), *cases]))
     ranks = [{"WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} | ports for rank in range(2)] + [{}]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen(command, env=settings | rank, **pipes) for rank in ranks]
+    logs = [folder / f"process{number}.log" for number in range(3)]  # a pipe that nobody reads would stop them
+    processes = [subprocess.Popen(command, env=settings | rank, stdout=log.open("w"), stderr=subprocess.STDOUT)
+                 for rank, log in zip(ranks, logs)]  # fmt: skip
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=800)
-            assert process.returncode == 0, output[-4000:]
+        for process, log in zip(processes, logs):
+            assert process.wait(timeout=800) == 0, log.read_text()[-4000:]
     finally:
         for process in processes:
             process.kill()
