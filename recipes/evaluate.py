@@ -9,6 +9,7 @@ Takes every form of checkpoint. Writes evaluation.json and evaluation.png into t
 import json
 import os
 import sys
+from itertools import product
 from pathlib import Path
 
 import yaml
@@ -52,18 +53,16 @@ def run_data(checkpoint: Path) -> tuple[str, dict]:
 def recall_cells(args: Namespace, source: str, settings: dict, model) -> tuple[str, list[tuple[int, int, MQARDataModule]]]:
     """One data module for each cell of the grid that fits, in the format that the run was trained on."""
     task = {key: settings[key] for key in ("format", "filler")} if source.endswith("MQARDataModule") else {}
-    longest, positions = max(args.lengths), model.config.max_positions
-    if model.config.style == "paper" and longest > positions:
-        raise ValueError(f"--lengths {longest} is beyond the model's learned positions: give lengths up to {positions}")
+    if model.config.style == "paper" and (longest := max(args.lengths)) > (known := model.config.max_positions):
+        raise ValueError(f"--lengths {longest} is beyond the model's learned positions: give lengths up to {known}")
     cells = []
-    for pairs in args.pairs:
-        for length in args.lengths:
-            try:
-                cells.append((pairs, length, MQARDataModule(
-                    vocab_size=model.config.vocab_size, n_pairs=pairs, length=length, val_rows=args.rows,
-                    val_batch_rows=args.batch_rows, seed=args.seed, **task)))
-            except ValueError as error:
-                problem = error
+    for pairs, length in product(args.pairs, args.lengths):
+        try:
+            cells.append((pairs, length, MQARDataModule(
+                vocab_size=model.config.vocab_size, n_pairs=pairs, length=length, val_rows=args.rows,
+                val_batch_rows=args.batch_rows, seed=args.seed, **task)))
+        except ValueError as error:
+            problem = error
     if not cells:
         raise ValueError(f"no cell of the grid fits: {problem}")
     return task.get("format", "paper"), cells
@@ -84,8 +83,8 @@ def main(argv: list[str] | None = None) -> None:
             documents = DocumentsDataModule(**settings | {"source": None, "val_rows": args.held_out_rows})
             documents.setup("validate")
             check_data(path, documents, args.trust_pickle)
-    results = {"checkpoint": str(path), "step": checkpoint_step(path), "model": model.config.to_dict(),
-               "mqar": {"format": shape, "rows": args.rows, "vocab_size": model.config.vocab_size, "grid": []}}
+    task = {"format": shape, "rows": args.rows, "vocab_size": model.config.vocab_size, "grid": []}
+    results = {"checkpoint": str(path), "step": checkpoint_step(path), "model": model.config.to_dict(), "mqar": task}
     for pairs, length, data in track(cells, "recall", console=console):
         results["mqar"]["grid"] += [{"n_pairs": pairs, "length": length, **mqar.evaluate(model, data.val_dataloader()[0])}]
     for batches in documents.val_dataloader() if documents else []:  # none where no document was held out
