@@ -7,6 +7,7 @@ from callbacks.gradient_norms import GradientNorms
 from callbacks.metrics_log import JsonlLogger, read_metrics
 from callbacks.preemption import REQUEUE, Preempted, Preemption
 from callbacks.progress import progress_bar
+from callbacks.same_kernels import SameKernels
 from callbacks.start_report import StartReport
 from callbacks.state_norms import StateNorms
 from callbacks.together import CheckpointError
@@ -22,6 +23,7 @@ __all__ = [
     "Preemption",
     "REQUEUE",
     "RunCheckpoint",
+    "SameKernels",
     "StartReport",
     "StateNorms",
     "Throughput",

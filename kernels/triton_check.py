@@ -14,14 +14,14 @@ import torch
 import triton
 
 from kernels.chunked import chunked
+from kernels.faulty_kinds import FAULTY
 from kernels.state import State
 from kernels.triton_backend import LONG, run
 from kernels.triton_common import unsupported
 
 TOKENS = 130  # two whole chunks and a piece of one
 BOUNDS = {torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # tf32 and bf16 rounding stay well below
-_verdicts: dict[tuple, bool] = {}
-_faulty: set[tuple] = set()  # the kinds of which any check failed
+_checked: set[tuple] = set()
 
 
 def faulty(call) -> bool:
@@ -34,16 +34,16 @@ def faulty(call) -> bool:
         return False
     kind = (call.q.dtype, call.q.shape[-1], call.v.shape[-1], call.write_rule, call.erase_key, call.feature_map,
             call.readout, call.u_scale, call.u is None, call.beta is None, call.g is None)
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-        return kind in _faulty
+    if kind in FAULTY or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return kind in FAULTY
     # A past, handed in or long, changes how A is carried where keys are their own directions.
     past = call.initial_state is not None or (call.u is None and call.q.shape[1] > LONG)
     key = (*kind, past, torch.is_grad_enabled(), call.q.device, torch.get_float32_matmul_precision())
-    if key not in _verdicts:
-        _verdicts[key] = _check(call, past, torch.is_grad_enabled())
-        if not _verdicts[key]:
-            _faulty.add(kind)
-    return not _verdicts[key]
+    if key not in _checked:
+        _checked.add(key)
+        if not _check(call, past, torch.is_grad_enabled()):
+            FAULTY.add(kind)
+    return kind in FAULTY
 
 
 def _check(call, past: bool, gradients: bool) -> bool:

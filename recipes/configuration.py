@@ -7,8 +7,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from callbacks import (FiniteGuard, GradientNorms, JsonlLogger, RunCheckpoint, StartReport, StateNorms, Throughput,
-                       progress_bar)
+from callbacks import (FiniteGuard, GradientNorms, JsonlLogger, RunCheckpoint, SameKernels, StartReport, StateNorms,
+                       Throughput, progress_bar)
 from callbacks.preemption import Preemption
 from callbacks.run_folder import RunFolder, default_run_dir, resume_point
 from recipes.cluster import check_task, in_job
@@ -55,7 +55,7 @@ class PretrainCLI(LightningCLI):
         loggers = [TensorBoardLogger(self.run_dir, name="", version="", purge_step=step),
                    JsonlLogger(self.run_dir, step)]
         self.preemption = Preemption(checkpoint, under_scheduler=in_job())
-        self.trainer_defaults["callbacks"] = [StartReport(self.run_dir), GradientNorms(), FiniteGuard(),
+        self.trainer_defaults["callbacks"] = [StartReport(self.run_dir), SameKernels(), GradientNorms(), FiniteGuard(),
                                               self.preemption, checkpoint, progress_bar()]
         return super().instantiate_trainer(
             logger=loggers, plugins=plugins, use_distributed_sampler=False, check_val_every_n_epoch=None,

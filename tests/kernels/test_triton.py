@@ -137,8 +137,8 @@ def test_diagnostics_equal_those_of_the_chunked_path(variant, packed):
 def test_what_fails_the_check_is_left_to_pytorch(monkeypatch):
     q = torch.randn(1, 30, 2, 16, device="cuda")
     monkeypatch.setattr(triton_check, "check_error", lambda *_: 1.0)
-    monkeypatch.setattr(triton_check, "_verdicts", {})
-    monkeypatch.setattr(triton_check, "_faulty", set())
+    monkeypatch.setattr(triton_check, "_checked", set())
+    monkeypatch.setattr(triton_check, "FAULTY", set())
     with pytest.warns(UserWarning, match="failed their check .*error 1.0..*'unit'.*head sizes 16 and 16"):
         o = vla(q, q, q, backend="triton").o
     assert torch.equal(o, vla(q, q, q, backend="chunked").o)
