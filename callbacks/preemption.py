@@ -77,6 +77,9 @@ class Preemption(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._listen()
         self._step = trainer.global_step
+        # Lightning 2.6 asks rank 0 about SIGTERM before each micro-batch and waits for the device each time. Once an
+        # optimizer step, as below, is enough.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def _receive(self, number: int, frame: Any) -> None:
         if self.received == signal.SIGINT == number:

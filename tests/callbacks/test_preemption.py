@@ -2,10 +2,12 @@
 
 import os
 import signal
+from inspect import getsource
 from pathlib import Path
 
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from tiny import TinyData, TinyModel, trainer
 
 from callbacks import JsonlLogger, RunCheckpoint, read_metrics
@@ -88,3 +90,15 @@ def test_a_signal_in_the_last_step_lets_the_run_finish(tmp_path):
     run(tmp_path, SendIn("on_before_backward", 7, TERM))
     assert steps(tmp_path, "train/loss") == list(range(1, 9)) and steps(tmp_path, "val/loss") == [4, 8]
     assert signal.getsignal(TERM) == before
+
+
+def test_no_micro_batch_waits_for_lightnings_question(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("torch.distributed.broadcast", lambda *_, **__: asked.append(1))
+    assert "self._broadcast_sigterm_tensor()" in getsource(_TrainingEpochLoop.advance)
+    runner = trainer(tmp_path, 2, [])
+    runner.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert len(asked) == 1
+    Preemption(RunCheckpoint(tmp_path)).on_train_start(runner, TinyModel())
+    runner.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert len(asked) == 1
