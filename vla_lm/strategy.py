@@ -69,6 +69,10 @@ def check_trainer(trainer: Trainer, backend: str) -> None:
             f"trainer.strategy {type(trainer.strategy).__name__} (DeepSpeed) needs CUDA devices, the accelerator here is "
             f"{type(trainer.accelerator).__name__}: use trainer.strategy ddp (several processes) or auto (one)"
         )
+    folder = str(getattr(trainer.checkpoint_callback, "dirpath", None) or "")
+    if isinstance(trainer.strategy, DeepSpeedStrategy) and set("*?[") & set(folder):
+        raise ValueError(f"run_dir leads to {folder}: DeepSpeed takes *, ? and [ in a path for a pattern and would not find "
+                         "its checkpoints again; name another folder")
 
 
 class AutocastPrecision(DeepSpeedPrecision):

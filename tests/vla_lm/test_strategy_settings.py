@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from data.loader import WORKER_TIMEOUT_S
-from vla_lm.strategy import ShardedStrategy
+from vla_lm.strategy import ShardedStrategy, check_trainer
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -87,3 +88,19 @@ def test_settings_that_belong_elsewhere_are_refused(options, told):
 def test_ranks_give_up_before_half_an_hour_and_after_the_loader(name):
     """The process group gets it in `setup_distributed`, from where both libraries keep it."""
     assert WORKER_TIMEOUT_S < StrategyRegistry.get(name)._timeout.total_seconds() < 30 * 60
+
+
+def test_a_folder_that_deepspeed_would_take_for_a_pattern_is_refused(tmp_path):
+    class OnCUDA(CUDAAccelerator):
+        def __init__(self):
+            pass
+
+    def trainer(folder):
+        return SimpleNamespace(accelerator=OnCUDA(), strategy=ShardedStrategy(), max_steps=9, fast_dev_run=False,
+                               val_check_interval=3, gradient_clip_val=None, log_every_n_steps=1, accumulate_grad_batches=1,
+                               max_epochs=None, limit_train_batches=1.0, overfit_batches=0.0,
+                               checkpoint_callback=SimpleNamespace(dirpath=folder))
+
+    check_trainer(trainer(tmp_path / "plain"), "auto")
+    with pytest.raises(ValueError, match=r"run_dir leads to .*lr\[3\]/checkpoints: DeepSpeed takes .* name another folder"):
+        check_trainer(trainer(tmp_path / "lr[3]/checkpoints"), "auto")
