@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from recipes import strategies
+from recipes import compared, strategies
 
 
 def fake_run(folder, shift, gpu):
@@ -21,10 +21,10 @@ def fake_run(folder, shift, gpu):
 def test_numbers_of_a_run(tmp_path):
     fake_run(tmp_path / "a", 0, gpu=True)
     fake_run(tmp_path / "b", 0.45, gpu=False)
-    a, b = (strategies.numbers(tmp_path / name, 3) for name in "ab")
+    a, b = (compared.numbers(tmp_path / name, 3) for name in "ab")
     assert a["losses"] == {4: 4.6, 5: 4.5} and a["tokens_per_second"] == 3000
     assert (a["peak_gb"], a["planned_gb"]) == (7.5, 7.0) and (b["peak_gb"], b["planned_gb"]) == (None, None)
-    assert strategies.apart(b, a) == pytest.approx(0.1)  # 0.45 of 4.5
+    assert compared.apart(b, a) == pytest.approx(0.1)  # 0.45 of 4.5
 
 
 def test_a_table_of_runs_and_of_what_failed(tmp_path, monkeypatch, capsys):
@@ -57,3 +57,14 @@ def test_a_table_of_runs_and_of_what_failed(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         strategies.main(arguments)
     assert len(commands) == count + 2  # only what failed is tried again
+
+
+def test_a_folder_of_other_runs_is_refused(tmp_path, capsys):
+    compared.claim(tmp_path, {"config": "configs/mqar.yaml", "steps": 6})
+    compared.claim(tmp_path, {"config": "configs/mqar.yaml", "steps": 6})
+    with pytest.raises(ValueError, match="another call .steps 6 there and 7 here.: give another --out"):
+        compared.claim(tmp_path, {"config": "configs/mqar.yaml", "steps": 7})
+    for config, said in (("configs/mqar.yaml", "give another --out"), ("nowhere.yaml", "no such file; give a run's configuration")):
+        with pytest.raises(SystemExit) as end:
+            strategies.main(["--config", config, "--out", str(tmp_path)])
+        assert end.value.code == 2 and said in capsys.readouterr().err

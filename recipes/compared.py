@@ -1,0 +1,51 @@
+"""Runs of `recipes.pretrain` made to be compared: one at a time, once each, and their numbers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from callbacks import read_metrics
+
+
+def claim(folder: Path, setting: dict) -> None:
+    """Make `folder` the place of runs of this setting. ValueError where it holds those of another one."""
+    note = folder / "setting.json"
+    if note.exists() and (found := json.loads(note.read_text())) != setting:
+        apart = ", ".join(f"{key} {found.get(key)!r} there and {setting.get(key)!r} here"
+                          for key in sorted(found.keys() | setting.keys()) if found.get(key) != setting.get(key))
+        raise ValueError(f"{folder} holds the runs of another call ({apart}): give another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(setting, indent=1))
+
+
+def train(command: list, folder: Path, after: int) -> dict:
+    """The `numbers` of a run into `folder`, made unless it is there whole; {"failed": why} where it ends otherwise.
+
+    command: arguments of recipes.pretrain. What it prints goes to <folder>.log.
+    """
+    log = Path(f"{folder}.log")
+    if not (folder / "done").exists():
+        with log.open("w") as file:
+            code = subprocess.run([sys.executable, "-m", "recipes.pretrain", "--run_dir", str(folder), *map(str, command)],
+                                  stdout=file, stderr=subprocess.STDOUT).returncode
+        if code != 0:
+            said = [line for line in log.read_text().splitlines() if line.strip()]
+            return {"failed": f"exit code {code}: {said[-1] if said else 'no output'} (see {log})"}
+        (folder / "done").touch()
+    return numbers(folder, after)
+
+
+def numbers(folder: Path, after: int) -> dict:
+    """Losses of the steps after `after`; median tokens/s; the peak of memory in GB and its plan, where there is a GPU."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    rates, peaks, planned = ([line[name] for line in lines if line.get(name) is not None] for name in (
+        "throughput/tokens_per_second", "throughput/device_memory_gb", "memory/planned_gb"))
+    losses = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line and line["step"] > after}
+    return {"losses": losses, "tokens_per_second": sorted(rates)[len(rates) // 2] if rates else None,
+            "peak_gb": max(peaks, default=None), "planned_gb": planned[-1] if planned else None}
+
+
+def apart(run: dict, other: dict) -> float:
+    """Largest relative distance of the two runs' losses, step by step."""
+    return max(abs(run["losses"][step] / loss - 1) for step, loss in other["losses"].items())
