@@ -8,6 +8,8 @@ from typing import Any
 
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+from recipes.planning import count, store_problem
+
 
 @dataclass(frozen=True)
 class Job:
@@ -23,6 +25,9 @@ class Job:
     tasks: int | None
     gpus: int
     cpus: int | None = None
+
+    def __str__(self) -> str:
+        return f"{count(self.nodes, 'node')} x {count(self.tasks or '?', 'task')}, {count(self.gpus, 'GPU')} a node"
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> "Job":
@@ -41,53 +46,53 @@ def in_job() -> bool:
     return SLURMEnvironment.detect()
 
 
+def on_gpus(job: Job, trainer: Mapping[str, Any]) -> bool:
+    """Whether this job trains on GPUs."""
+    return trainer["accelerator"] in ("gpu", "cuda") or (trainer["accelerator"] == "auto" and job.gpus > 0)
+
+
 def problems(job: Job, trainer: Mapping[str, Any], data: Any) -> list[str]:
-    """What would stop the run or waste its machines, each with its mend; empty where all fits.
+    """What would stop the run or waste its machines, the store aside, each with its mend; empty where all fits.
 
     Args:
         trainer: the configuration's group of that name: accelerator, devices, num_nodes.
-        data: the run's data module: batch_plan(ranks), num_workers and, of documents, store_path.
+        data: the run's data module: batch_plan(ranks) and num_workers.
     """
-    found, tasks = [], job.tasks or job.gpus or 1
-    on_gpus = trainer["accelerator"] in ("gpu", "cuda") or (trainer["accelerator"] == "auto" and job.gpus > 0)
-    per_node = job.gpus if on_gpus and job.gpus else tasks
-    if on_gpus and not job.gpus:
+    found, tasks, gpus = [], job.tasks or job.gpus or 1, on_gpus(job, trainer)
+    per_node = job.gpus if gpus and job.gpus else tasks
+    if gpus and not job.gpus:
         found.append(f"trainer.accelerator is {trainer['accelerator']} and the job asks for no GPUs: it needs the "
                      f"lines\n    #SBATCH --gpus-per-node={tasks}\n    #SBATCH --ntasks-per-node={tasks}")
     elif job.tasks != per_node:
-        there = f"{job.tasks} tasks" if job.tasks else "unequal numbers of tasks"
-        found.append(f"{there} on nodes of {job.gpus} GPUs, but it is one task per GPU: it needs the lines\n"
+        there = count(job.tasks, "task") if job.tasks else "unequal numbers of tasks"
+        found.append(f"{there} on nodes of {count(job.gpus, 'GPU')}, but it is one task per GPU: it needs the lines\n"
                      f"    #SBATCH --ntasks-per-node={per_node}\n    #SBATCH --gpus-per-node={job.gpus}")
     devices = trainer["devices"]
-    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
-    if count is None and not on_gpus and per_node > 1:
-        count = 1  # what auto means on a CPU
-    if count not in (None, per_node):
-        found.append(f"trainer.devices is {devices} and a node has {per_node} {'GPUs' if on_gpus else 'tasks'}: add "
-                     f"--trainer.devices {per_node}, or ask for\n    #SBATCH --ntasks-per-node={count}"
-                     + (f"\n    #SBATCH --gpus-per-node={count}" if on_gpus else ""))
+    asked = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
+    if asked is None and not gpus and per_node > 1:
+        asked = 1  # what auto means on a CPU
+    if asked not in (None, per_node):
+        found.append(f"trainer.devices is {devices} and a node has {count(per_node, 'GPU' if gpus else 'task')}: set "
+                     f"--trainer.devices {per_node}, or ask for\n    #SBATCH --ntasks-per-node={asked}"
+                     + (f"\n    #SBATCH --gpus-per-node={asked}" if gpus else ""))
     if trainer["num_nodes"] != job.nodes:
-        found.append(f"trainer.num_nodes is {trainer['num_nodes']} and the job has {job.nodes} nodes: add "
+        found.append(f"trainer.num_nodes is {trainer['num_nodes']} and the job has {count(job.nodes, 'node')}: set "
                      f"--trainer.num_nodes {job.nodes}, or ask for\n    #SBATCH --nodes={trainer['num_nodes']}")
-    ranks, workers, store = job.nodes * per_node, data.num_workers, getattr(data, "store_path", None)
     try:
-        data.batch_plan(ranks)
+        data.batch_plan(job.nodes * per_node)
     except ValueError as error:
         found.append(str(error))
-    if ranks > 1 and store and not os.path.exists(store):
-        found.append(f"the token store {store} is not there, and {ranks} ranks would wait for one that makes it: make "
-                     f"it beforehand with\n    python -m recipes.prepare --source SOURCE --out {store}")
-    if job.cpus and job.cpus < workers + 1:
-        found.append(f"{job.cpus} cores a task for a process and its {workers} loader workers: it needs the line\n"
-                     f"    #SBATCH --cpus-per-task={workers + 1}")
+    if job.cpus and job.cpus < data.num_workers + 1:
+        found.append(f"{count(job.cpus, 'core')} a task for a process and {count(data.num_workers, 'loader worker')}: it "
+                     f"needs the line\n    #SBATCH --cpus-per-task={data.num_workers + 1}")
     return found
 
 
 def check_task(trainer: Mapping[str, Any], data: Any) -> None:
     """ValueError with all problems of the job that this process is a task of; before any work is done."""
-    found = problems(Job.here(), trainer, data)
-    if int(os.environ["SLURM_NTASKS"]) > 1 and not re.fullmatch(r"\d+", os.environ.get("SLURM_STEP_ID", "")):
-        found.insert(0, f"one process of {os.environ['SLURM_NTASKS']} was started: put srun before python")
-    if found:
+    ranks, found = int(os.environ["SLURM_NTASKS"]), problems(Job.here(), trainer, data)
+    if ranks > 1 and not re.fullmatch(r"\d+", os.environ.get("SLURM_STEP_ID", "")):
+        found.insert(0, f"one process of {ranks} was started: put srun before python")
+    if found := [*found, *filter(None, [store_problem(data, ranks)])]:
         raise ValueError("the job does not fit the configuration (python -m recipes.preflight tells it beforehand)\n- "
                          + "\n- ".join(found))

@@ -5,23 +5,23 @@
                                 --config configs/strategy/zero3.yaml
     python -m recipes.preflight --config FILE           inside a job: what SLURM says
 
-All other arguments are those of recipes.pretrain. Prints what fits and the line that submits it, or every mismatch with
-the line that mends it (exit code 2).
+All other arguments are those of recipes.pretrain, and mean what they mean in slurm/pretrain.sbatch. Prints what fits, a
+rank's memory and the line that submits it, or every mismatch with the line that mends it (exit code 2).
 """
 
 import argparse
+import os
 import shlex
 import sys
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch.cli import instantiate_class
-from lightning.pytorch.strategies import StrategyRegistry
 
-from recipes.cluster import Job, problems
+from recipes.cluster import Job, on_gpus, problems
 from recipes.configuration import PretrainCLI
 from recipes.console import arguments, bad_input, quiet_notices
-from vla_lm.config import ModelConfig
-from vla_lm.memory_plan import MemoryPlan, Sharding, plan_memory, size
+from recipes.planning import count, memory, store_problem
+from vla_lm.memory_plan import size
 
 
 class Configuration(PretrainCLI):
@@ -34,7 +34,8 @@ class Configuration(PretrainCLI):
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m recipes.preflight", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
+                                     allow_abbrev=False, epilog="All other arguments go to recipes.pretrain "
+                                     "(its --help lists them): --config FILE, --trainer.strategy zero3, ...")
     parser.add_argument("--nodes", type=PositiveInt, help="Machines; inside a job SLURM's.")
     parser.add_argument("--gpus-per-node", type=NonNegativeInt, help="GPUs of each; inside a job SLURM's.")
     parser.add_argument("--tasks-per-node", type=PositiveInt, help="Processes on each; one per GPU when not given.")
@@ -42,57 +43,46 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def asked_for(args: argparse.Namespace) -> Job:
-    """The job that the arguments describe; what they leave out is that of the job around this process, if any."""
-    if args.nodes is args.gpus_per_node is args.tasks_per_node is None:
-        return Job.here()
+def asked_for(args: argparse.Namespace) -> Job | None:
+    """The job that the arguments describe; None where they leave it to the job around this process."""
+    if args.nodes is args.gpus_per_node is args.tasks_per_node is None and "SLURM_JOB_ID" in os.environ:
+        return None
     gpus = args.gpus_per_node or 0
     return Job(args.nodes or 1, args.tasks_per_node or gpus or 1, gpus)
-
-
-def memory(config: dict, data: object, ranks: int) -> MemoryPlan:
-    """What a rank will hold, from the configuration alone."""
-    strategy = config["trainer"]["strategy"]
-    if isinstance(strategy, dict):
-        strategy = instantiate_class((), strategy)
-    elif isinstance(strategy, str):
-        strategy = StrategyRegistry.get("ddp" if strategy == "auto" else strategy)
-    fields, plan, precision = config["model"]["config"], data.batch_plan(ranks), config["trainer"]["precision"]
-    model = ModelConfig.from_dict(fields | {"vocab_size": fields["vocab_size"] or data.vocab_size})
-    sharding = Sharding.of(strategy, precision if precision in ("bf16-mixed", "bf16-true") else "32-true", ranks)
-    return plan_memory(model, sharding, plan.micro_rows, data.row_tokens, plan.accumulation,
-                       getattr(data, "carry_state", False))
 
 
 def main(argv: list[str] | None = None) -> None:
     quiet_notices()
     args, rest = parse(sys.argv[1:] if argv is None else argv)
     with bad_input():
-        job = asked_for(args)
-        cli = Configuration(arguments(rest), save_config_callback=None)
+        described = asked_for(args)
+        job, given = described or Job.here(), rest
+        if described:  # what slurm/job.sh puts before them
+            given = ["--trainer.devices", str(job.tasks), "--trainer.num_nodes", str(job.nodes), *rest]
+        cli = Configuration(arguments(given), save_config_callback=None)
         config, data = cli.config.as_dict(), cli.datamodule
-        trainer = config["trainer"]
-        if job != Job.here():
-            trainer |= {"devices": job.tasks, "num_nodes": job.nodes}  # as the batch scripts pass them
-        machines = f"{job.nodes} nodes x {job.tasks or '?'} tasks, {job.gpus} GPUs a node"
-        found = problems(job, trainer, data)
-        if found:
-            raise ValueError(f"{machines}, do not fit:\n- " + "\n- ".join(found))
-        ranks, plan = job.nodes * job.tasks, data.batch_plan(job.nodes * job.tasks)
-        held = memory(config, data, ranks)
-        if args.gpu_gb and held.device_bytes > 0.95 * args.gpu_gb * 1e9:  # CUDA, NCCL and fragments take their share
-            raise ValueError(f"a rank's plan is {size(held.device_bytes)}, a GPU has {args.gpu_gb:g} GB: "
-                             f"{held.mend()}\n{held}")
-    strategy = trainer["strategy"]
-    if isinstance(strategy, dict):
-        strategy = f"{strategy['class_path'].rsplit('.', 1)[-1]} {strategy['init_args'].get('stage', '')}".strip()
-    gpus = f" --gpus-per-node={job.gpus}" if job.gpus else ""
-    print(f"fits: {machines}, trainer.strategy {strategy}\n"
-          f"a step: {plan.rows_per_step} rows of {data.row_tokens} tokens, {plan.micro_rows} rows at once on each of "
-          f"{ranks} ranks, accumulation {plan.accumulation}\n"
-          f"memory of a rank, as planned:\n{held}\n"
-          f"submit: sbatch --nodes={job.nodes} --ntasks-per-node={job.tasks}{gpus} "
-          f"--cpus-per-task={data.num_workers + 1} slurm/pretrain.sbatch {shlex.join(rest)}")
+        trainer, ranks = config["trainer"], job.nodes * (job.tasks or 1)
+        found, store = problems(job, trainer, data), [*filter(None, [store_problem(data, ranks)])]
+        unknown = store and not (config["data"]["init_args"]["vocab_size"] or config["model"]["config"]["vocab_size"])
+        if found or unknown:
+            raise ValueError(f"{job}, do not fit:\n- " + "\n- ".join([*found, *store]))
+        gpus, plan = on_gpus(job, trainer), data.batch_plan(ranks)
+        held = memory(config, data, ranks, "cuda" if gpus else "cpu")
+        strategy = trainer["strategy"]
+        if isinstance(strategy, dict):
+            strategy = f"{strategy['class_path'].rsplit('.', 1)[-1]} {strategy['init_args'].get('stage', '')}".strip()
+        if gpus and args.gpu_gb and held.device_bytes > 0.95 * args.gpu_gb * 1e9:  # CUDA, NCCL, fragments: their share
+            found.append(f"a rank's plan is {size(held.device_bytes)}, a GPU has {args.gpu_gb:g} GB: {held.mend()}")
+        print(f"{'does not fit' if found else 'fits, but for the token store' if store else 'fits'}: {job}, "
+              f"trainer.strategy {strategy}\n"
+              f"a step: {count(plan.rows_per_step, 'row')} of {count(data.row_tokens, 'token')}, "
+              f"{count(plan.micro_rows, 'row')} at once on {'each of ' * (ranks > 1)}{count(ranks, 'rank')}, "
+              f"accumulation {plan.accumulation}\nmemory of a rank, as planned:\n{held}", flush=True)
+        if found or store:
+            raise ValueError("\n- ".join([*found, *store]))
+    if described:
+        print(f"submit: sbatch --nodes={job.nodes} --ntasks-per-node={job.tasks} --gpus-per-node={job.gpus} "
+              f"--cpus-per-task={data.num_workers + 1} slurm/pretrain.sbatch {shlex.join(rest)}")
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def test_a_job_that_does_not_fit_is_refused_before_it_starts(slurm, tmp_path):
     job = Job(slurm, tmp_path, "pretrain.sbatch", tiny(10, "--trainer.accelerator", "gpu"))
     assert job.wait() == "FAILED" and slurm.field(job.id, "ExitCode") == "2:0"
     said = job.log.read_text()
-    assert "1 tasks on nodes of 2 GPUs" in said and "#SBATCH --ntasks-per-node=2" in said
+    assert "1 task on nodes of 2 GPUs" in said and "#SBATCH --ntasks-per-node=2" in said
     assert not job.run_dir.exists()
 
 
