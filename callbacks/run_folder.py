@@ -30,7 +30,7 @@ PACKAGES = ("torch", "lightning", "triton", "deepspeed", "torchmetrics", "datase
 
 
 def default_run_dir(config: str | None, root: str = "runs") -> Path:
-    """``runs/<config's stem>-<job id or time>``, the same on every rank of a job.
+    """``runs/<config's stem>-<job id or time>``, the same on every rank of a job; of a config.yaml its folder's name.
 
     Args:
         config: path of the run's first configuration file.
@@ -43,7 +43,9 @@ def default_run_dir(config: str | None, root: str = "runs") -> Path:
             raise ValueError("several ranks were started without a job id, so they cannot agree on a run folder; "
                              "name one: --run_dir runs/NAME")
         job = os.environ.setdefault("VLA_LM_START", time.strftime("%Y%m%d-%H%M%S"))
-    return Path(root) / f"{Path(config).stem if config else 'run'}-{job}"
+    path = Path(config or "run")
+    name = path.resolve().parent.name if path.name == "config.yaml" else path.stem
+    return Path(root) / f"{name}-{job}"
 
 
 def resume_point(resume: str | None, run_dir: Path | None) -> tuple[Path | None, Path | None]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from yaml import YAMLError
 
+from vla_lm.checkpoint_files import run_config
+
 DEFAULT_CONFIG = Path(__file__).parents[1] / "configs/mqar.yaml"
 
 # Notices of libraries about their own affairs, which a person who trains can do nothing about.
@@ -21,16 +23,15 @@ _NOTICES = ("litlogger", "`weights_only` was not set", "isinstance(treespec, Lea
 
 
 def arguments(argv: list[str]) -> list[str]:
-    """Files before single keys, whatever their order. Without --config: the resumed run's own, or the main job's."""
+    """Files before single keys, whatever their order. Without --config: the resumed run's or export's, or the main job's."""
     word = [text.split("=")[0] for text in argv]
     files = {j for i, name in enumerate(word) if name in ("--config", "-c") for j in (i, i + ("=" not in argv[i]))}
     if files or {"--help", "-h"} & set(word):
         return [argv[i] for i in sorted(range(len(argv)), key=lambda i: i not in files)]
     named = [Path(value) for name, value in zip(argv, argv[1:]) if name in ("--resume", "--run_dir")]
     named += [Path(text.split("=", 1)[1]) for text in argv if text.startswith(("--resume=", "--run_dir="))]
-    folders = [path.parent.parent if path.parent.name == "checkpoints" else path for path in named]
-    found = (folder / "config.yaml" for folder in folders if (folder / "config.yaml").exists())
-    return ["--config", str(next(found, DEFAULT_CONFIG)), *argv]
+    configs = (run_config(path) if path.parent.name == "checkpoints" else path / "config.yaml" for path in named)
+    return ["--config", str(next((path for path in configs if path and path.exists()), DEFAULT_CONFIG)), *argv]
 
 
 @contextmanager

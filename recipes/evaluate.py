@@ -3,7 +3,8 @@
     python -m recipes.evaluate runs/NAME
     python -m recipes.evaluate runs/NAME/checkpoints/step=000500.ckpt --pairs 4 8 16 --lengths 64 256
 
-Takes every form of checkpoint. Writes evaluation.json and evaluation.png into the run's folder (beside a lone checkpoint).
+Takes every form of checkpoint. Writes evaluation.json and evaluation.png into the run's folder; for a checkpoint outside
+one into an export's own folder, or beside a lone file.
 """
 
 import json
@@ -20,6 +21,7 @@ from rich.progress import track
 from callbacks.run_folder import write_aside
 from data import DocumentsDataModule, MQARDataModule
 from recipes.console import bad_input
+from vla_lm.checkpoint_files import is_neutral, run_config
 from vla_lm.checkpoints import check_data, checkpoint_step, complete_checkpoint, load_model
 from vla_lm.evaluation import mqar, perplexity, report
 
@@ -38,14 +40,13 @@ def parse(argv: list[str] | None) -> Namespace:
     return parser.parse_args(argv)
 
 
-def run_data(checkpoint: Path) -> tuple[str, dict]:
-    """Class path and arguments of the data module that the checkpoint's run was trained on; none for a lone checkpoint."""
-    config = checkpoint.parent.parent / "config.yaml"
-    if not config.exists():
-        print(f"no {config}: a lone checkpoint, recall in the paper format", file=sys.stderr)
-        return "", {}
+def run_data(checkpoint: Path) -> tuple[str, dict, Path]:
+    """The run's data module (class path and arguments; none for a lone checkpoint), and the folder for the results."""
+    if (config := run_config(checkpoint)) is None:
+        print(f"no config.yaml of a run with {checkpoint}: recall in the paper format", file=sys.stderr)
+        return "", {}, checkpoint if is_neutral(checkpoint) else checkpoint.parent
     try:
-        return (data := yaml.safe_load(config.read_text())["data"])["class_path"], data["init_args"]
+        return (data := yaml.safe_load(config.read_text())["data"])["class_path"], data["init_args"], config.parent
     except (yaml.YAMLError, TypeError, KeyError):
         raise ValueError(f"{config} is not a run's configuration: put the run's own back, or move it away") from None
 
@@ -72,11 +73,10 @@ def main(argv: list[str] | None = None) -> None:
     args, console = parse(argv), Console()
     with bad_input():
         path = complete_checkpoint(args.checkpoint)
-        source, settings = run_data(path)
+        (source, settings, folder), documents = run_data(path), None
         args.rows = args.rows or (64 if source.endswith("DocumentsDataModule") else 512)
         model = load_model(path, args.device, args.trust_pickle)
         shape, cells = recall_cells(args, source, settings, model)
-        folder, documents = path.parent.parent if source else path.parent, None
         if not os.access(folder, os.W_OK):
             raise OSError(f"{folder} cannot be written to: evaluate a copy of the checkpoint and its marker elsewhere")
         if source.endswith("DocumentsDataModule"):

@@ -3,9 +3,9 @@
 `step=000500.ckpt` (a file, or a folder under DeepSpeed) counts as saved once `step=000500.ckpt.complete` lies beside
 it: a JSON object with the step, the size in bytes, a checksum of each file and, once validated, the score. A neutral
 checkpoint (`step=000500.neutral`, see `vla_lm.neutral`) has its marker inside, `complete.json`, so that its folder can
-be copied as it is. Lightning's own saving moves a temporary file into place, which is a plain copy when the temporary
-folder is another file system, and DeepSpeed writes its folder in place; so neither alone tells a whole checkpoint from
-half of one.
+be copied as it is; the configuration and results that lie in it too are no part of what the marker counts.
+Lightning's own saving moves a temporary file into place, which is a plain copy when the temporary folder is another
+file system, and DeepSpeed writes its folder in place; so neither alone tells a whole checkpoint from half of one.
 """
 
 import json
@@ -36,8 +36,16 @@ def marker_of(path: Path) -> Path:
     return path / "complete.json" if is_neutral(path) else beside(path, ".complete")
 
 
+def run_config(path: Path) -> Path | None:
+    """The config.yaml of a checkpoint's run: in the run's folder or, outside one, taken along in a neutral checkpoint."""
+    found = [path / "config.yaml", path.parent.parent / "config.yaml"]
+    if path.parent.name == "checkpoints":
+        found.reverse()
+    return next((config for config in found if config.is_file()), None)
+
+
 def size(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder, its marker apart."""
+    """Bytes of a file, or of a checkpoint's files in a folder, its marker apart."""
     return sum(file.stat().st_size for file in _files(path).values())
 
 
@@ -174,6 +182,8 @@ def _candidates(folder: str | Path, kinds: tuple[str, ...]) -> list[Path]:
 def _files(path: Path) -> dict[str, Path]:
     if not path.is_dir():
         return {".": path}
-    markers = (marker_of(path), beside(marker_of(path), ".partial"))
-    found = (file for file in sorted(path.rglob("*")) if file.is_file() and file not in markers)
+    if is_neutral(path):  # a person may edit the configuration in it, and results are written beside it
+        found = (file for file in sorted(path.iterdir()) if ".safetensors" in file.suffixes or file.name == "state.json")
+    else:
+        found = (file for file in sorted(path.rglob("*")) if file.is_file())
     return {file.relative_to(path).as_posix(): file for file in found}

@@ -11,17 +11,17 @@ import functools
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from vla_lm.checkpoint_files import beside, publish, read_marker, remove
+from vla_lm.checkpoint_files import beside, publish, read_marker, remove, run_config
 from vla_lm.config import ModelConfig
-from vla_lm.neutral import FORMAT, MOMENTS, portable, write_tensors
+from vla_lm.neutral import FORMAT, MOMENTS, portable, save_tensors, write_tensors
 from vla_lm.optimization import parameter_groups
 from vla_lm.transformer import Transformer
 
@@ -163,6 +163,8 @@ def read_content(path: Path) -> dict[str, Any]:
 def export(path: Path, out: Path | None = None, marks: dict[str, Any] | None = None) -> Path:
     """Writes the neutral form of a native checkpoint, on a CPU, a shard at a time; returns its folder.
 
+    The run's config.yaml comes along, so that the export can be evaluated and gone on from wherever it lies.
+
     Args:
         path: a whole native checkpoint, whose pickles are trusted.
         out: folder to write; `step=N.neutral` beside the checkpoint when not given.
@@ -199,8 +201,10 @@ def export(path: Path, out: Path | None = None, marks: dict[str, Any] | None = N
         write_tensors(aside, kind, zeros | source.moments[kind], shapes)
     if order:
         rows = torch.tensor(order)
-        save_file({f"{layer}.{name}": tensor.index_select(0, rows) for layer, named in enumerate(lanes["layers"])
-                   for name, tensor in named.items()}, aside / "lanes.safetensors")
+        save_tensors({f"{layer}.{name}": tensor.index_select(0, rows) for layer, named in enumerate(lanes["layers"])
+                      for name, tensor in named.items()}, aside / "lanes.safetensors")
+    if config := run_config(path):
+        shutil.copyfile(config, aside / "config.yaml")
     (aside / "state.json").write_text(json.dumps(state, indent=1))
     publish(aside, out, {"step": source.optimizer_step} | (marks or {}))
     return out

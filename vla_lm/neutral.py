@@ -6,7 +6,8 @@
         exp_avg_sq.safetensors   AdamW's moments, by the same names
         lanes.safetensors        where there are any: states that long documents carry on, in the global order of lanes
         state.json               everything else: steps, schedule, loops, data, model and optimizer configuration
-        complete.json            written last: step, bytes, checksums
+        config.yaml              the run's configuration, where it has one
+        complete.json            written last: step, bytes, checksums of the files above but config.yaml
 
 A checkpoint of other software enters as weights.safetensors and a state.json with {"format": 1, "global_step": 0,
 "hyper_parameters": {"config": {...}, "optimizer": {...}}}; training then starts at step 0 with its weights.
@@ -130,6 +131,14 @@ def portable(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
 
 
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """safetensors' `save_file`, with the mode of any other new file: it leaves its files readable to their owner alone."""
+    file.touch()
+    mode = file.stat().st_mode  # so, and not by os.umask, which other threads would see change
+    save_file(tensors, file)
+    file.chmod(mode)
+
+
 def write_tensors(
     folder: Path, kind: str, readers: dict[str, Callable[[], Tensor]], shapes: dict[str, list[int]]
 ) -> None:
@@ -142,7 +151,7 @@ def write_tensors(
         max_shard_size=SHARD_BYTES,
     )  # fmt: skip
     for file, names in plan.filename_to_tensors.items():
-        save_file({name: readers[name]().contiguous() for name in names}, folder / file)
+        save_tensors({name: readers[name]().contiguous() for name in names}, folder / file)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / f"{kind}.safetensors.index.json").write_text(json.dumps(index, indent=1))
