@@ -1,4 +1,4 @@
-# What the batch scripts share. Read by them (source slurm/job.sh) in the folder they were submitted from.
+# What the batch scripts share. Read by them (source slurm/job.sh) in the folder they were submitted from, the project's.
 
 python=${PYTHON:-$PWD/.venv/bin/python}
 if ! [ -x "$python" ]; then
@@ -34,10 +34,11 @@ refuse_vain_start() {
   fi
 }
 
-# train RUN_DIR ARGUMENTS...: one task per GPU on all nodes of the job; goes on where an earlier start of the job ended.
+# train RUN_DIR AGAIN ARGUMENTS...: one task per GPU on all nodes of the job; goes on where an earlier start of the job ended.
+# AGAIN: how the line begins that goes on with the run as another job.
 train() {
-  local run_dir=$1 logs code ended=
-  shift
+  local run_dir=$1 again=$2 logs code ended=
+  shift 2
   set -- --trainer.devices "$SLURM_NTASKS_PER_NODE" --trainer.num_nodes "$SLURM_JOB_NUM_NODES" "$@"
   "$python" -m recipes.preflight "$@" || exit 2
   logs=$run_dir/logs/$SLURM_JOB_ID-start-${SLURM_RESTART_COUNT:-0}
@@ -53,13 +54,13 @@ train() {
   code=$?
   tail -n 4 "$logs/rank-0.log"
   if [ -n "$ended" ]; then
-    echo "job $SLURM_JOB_ID was ended from outside; go on with: RUN_DIR=$run_dir sbatch (the same line)"
+    echo "job $SLURM_JOB_ID was ended from outside; go on with: $again (the same line)"
   elif [ "$code" = 85 ] || [ "$code" = 138 ]; then  # saved and asks for another start; or warned before it had begun
     echo "job $SLURM_JOB_ID goes back into the queue; it goes on in $run_dir"
     scontrol requeue "$SLURM_JOB_ID"
   elif [ "$code" != 0 ]; then
     "$python" slurm/first_failure.py "$logs"
-    echo "ended with exit code $code; when mended go on with: RUN_DIR=$run_dir sbatch (the same line)"
+    echo "ended with exit code $code; when mended go on with: $again (the same line)"
   fi
   exit "$code"
 }

@@ -112,7 +112,12 @@ class MemoryPlan:
                     "model.config.activation_checkpointing true")
         if self.largest.name == "buckets":
             return "lower trainer.strategy.init_args.reduce_bucket_size"
-        return ("use a higher ZeRO stage (configs/strategy/zero1, zero2, zero3.yaml), more ranks, or "
+        if not self.bytes("masters"):
+            return ("use ZeRO (configs/strategy/zero1, zero2 or zero3.yaml) on several ranks: without it each rank holds all "
+                    "of this, however many there are; or configs/strategy/zero3-offload.yaml")
+        if self.bytes("gathered"):
+            return "use more ranks, or configs/strategy/zero3-offload.yaml"
+        return ("use a higher ZeRO stage (configs/strategy/zero2, zero3.yaml), more ranks, or "
                 "configs/strategy/zero3-offload.yaml")
 
     def __str__(self) -> str:

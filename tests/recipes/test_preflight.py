@@ -10,7 +10,7 @@ import pytest
 
 from data.documents import DocumentsDataModule
 from data.sampler import plan_batches
-from recipes import prepare, preflight, pretrain
+from recipes import preflight, prepare, pretrain
 from recipes.cluster import Job, problems
 from recipes.planning import store_problem
 
@@ -121,7 +121,7 @@ def test_a_strategy_may_be_a_name(stage, capsys):
 def test_a_strategy_may_be_a_name_in_a_process_of_its_own():
     """Here another import may have registered it."""
     command = [sys.executable, "-m", "recipes.preflight", "--gpus-per-node", "2", "--trainer.strategy", "zero3"]
-    done = subprocess.run(command, text=True, capture_output=True)
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
     assert done.returncode == 0 and "trainer.strategy zero3" in done.stdout, done.stderr
 
 

@@ -111,7 +111,9 @@ def test_a_large_model_on_many_ranks():
 
 def test_the_mend_fits_the_largest_part():
     config = ModelConfig(**LARGE)
-    assert "higher ZeRO stage" in plan_memory(config, Sharding(), rows=1, row_tokens=128).mend()
+    for stage, expected in enumerate(["use ZeRO (", "a higher ZeRO stage", "a higher ZeRO stage", "use more ranks, or"]):
+        mend = plan_memory(config, Sharding(stage, 2), rows=1, row_tokens=128).mend()
+        assert expected in mend and ("more ranks" in mend) == (stage > 0), mend
     many = plan_memory(config, Sharding(3, 64), rows=8, row_tokens=8192)
     assert many.largest.name == "activations" and "activation_checkpointing" in many.mend()
     assert "reduce_bucket_size" in MemoryPlan((Part("buckets", 5, "float32", ""),)).mend()
