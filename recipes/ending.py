@@ -2,15 +2,18 @@
 
 import errno
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from callbacks.preemption import Preempted
 from data.loader import DataError
+from vla_lm.checkpoint_files import complete_checkpoints
 
 # What gloo and NCCL say on the ranks that are left.
 _LOST = re.compile(r"Connection closed by peer|Connection reset by peer|Timed out waiting|Timeout\(ms\)|Broken pipe|"
@@ -18,18 +21,22 @@ _LOST = re.compile(r"Connection closed by peer|Connection reset by peer|Timed ou
 
 
 @contextmanager
-def stopped_by(*errors: type[Exception], hint: str = "") -> Iterator[None]:
+def stopped_by(*errors: type[Exception], folder: Path, source: Path | None = None) -> Iterator[None]:
     """Around a run: these errors say all there is to say, so the process ends with their message alone, exit code 3.
 
-    A full disk, data that does not come and a rank that is gone end it so too, with the hint. A run that was asked to
-    end and is saved: the hint, and `Preempted.code`. A signal that could not wait for that: the hint, and exit code 130
-    for Ctrl-C, 143 for SIGTERM.
+    A full disk, data that does not come and a rank that is gone end it so too, with the line to type next. A run that
+    was asked to end and is saved: that line, and `Preempted.code`. A signal that could not wait for that: that line, and
+    exit code 130 for Ctrl-C, 143 for SIGTERM.
+
+    Args:
+        folder: the run's.
+        source: the checkpoint that the run started from; None: from step 0.
     """
     try:
         yield
     except Preempted as stop:
         if rank_zero_only.rank == 0:
-            print(f"stopped by {stop}: {hint}", file=sys.stderr)
+            print(f"stopped by {stop}: {_next(folder, source)}", file=sys.stderr)
         # One code a job: a launcher would take another rank's for a fault and end rank 0 with it.
         sys.exit(stop.code if rank_zero_only.rank == 0 else 0)
     except errors as error:
@@ -39,11 +46,22 @@ def stopped_by(*errors: type[Exception], hint: str = "") -> Iterator[None]:
         reason = _from_outside(error)
         if reason is None:
             raise
-        print(f"stopped: {reason}. Complete checkpoints are whole: {hint}", file=sys.stderr)
+        print(f"stopped: {reason}. Complete checkpoints are whole: {_next(folder, source)}", file=sys.stderr)
         sys.exit(3)
     except (KeyboardInterrupt, SystemExit) as stop:  # Lightning ends the process itself at Ctrl-C, with a plain exit(1)
-        print(f"stopped by a signal: {hint}", file=sys.stderr)
+        print(f"stopped by a signal: {_next(folder, source)}", file=sys.stderr)
         sys.exit(143 if isinstance(stop, SIGTERMException) else 130)
+
+
+def _next(folder: Path, source: Path | None) -> str:
+    """What to type next: go on where something is whole, else the start again, with the configuration kept by then."""
+    name, command = shlex.quote(str(folder)), "python -m recipes.pretrain"
+    if complete_checkpoints(folder / "checkpoints", kinds=("ckpt", "neutral")):
+        return f"go on with {command} --resume {name}"
+    if not (folder / "config.yaml").exists():
+        return "nothing was saved; start again"
+    begin = shlex.quote(str(source)) if source else "auto"
+    return f"nothing was saved; start again with {command} --run_dir {name} --resume {begin}"
 
 
 def _from_outside(error: OSError | RuntimeError) -> str | None:

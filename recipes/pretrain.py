@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> None:
                              cli.config.trust_pickle)
         cli.lock = claimed(cli.run_dir) if trainer.is_global_zero else None  # held while cli lives
     name = shlex.quote(str(cli.run_dir))
-    hint = f"go on with python -m recipes.pretrain --resume {name}"
-    with stopped_by(NonFiniteError, CheckpointError, hint=hint), cli.preemption.listening():
+    ended = stopped_by(NonFiniteError, CheckpointError, folder=cli.run_dir, source=cli.checkpoint)
+    with ended, cli.preemption.listening():
         trainer.fit(model, datamodule=data, ckpt_path=cli.checkpoint)
     trainer.print(*(f"{metric[4:]:<36}{value:.4f}" for metric, value in sorted(trainer.callback_metrics.items())
                     if metric.endswith(("exact_match", "bits_per_byte"))), sep="\n")

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks import newest_complete, read_metrics
@@ -197,12 +199,53 @@ def test_signals_end_a_run_with_a_hint(tmp_path: Path) -> None:
         assert "Traceback" not in error and f"is saved in {newest_complete(folder)}" in error
 
 
-def test_a_full_disk_ends_a_run_with_a_hint(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as stop, stopped_by(ValueError, hint="go on"):
+def test_a_full_disk_ends_a_run_with_a_hint(run: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop, stopped_by(ValueError, folder=run):
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert stop.value.code == 3 and "No space left on device, free some. Complete checkpoints are whole: go on" in capsys.readouterr().err
-    with pytest.raises(FileNotFoundError), stopped_by(ValueError, hint="go on"):
+    assert stop.value.code == 3
+    told = f"No space left on device, free some. Complete checkpoints are whole: go on with python -m recipes.pretrain --resume {run}\n"
+    assert told in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError), stopped_by(ValueError, folder=run):
         raise FileNotFoundError(errno.ENOENT, "no such file")
+
+
+class StopAt(Callback):
+    """Ctrl-C that does not wait for a save."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *args) -> None:
+        if trainer.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("source", [None, "step=000003.ckpt"])
+def test_an_end_before_the_first_save_says_how_to_start_again(
+    source: str | None, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = ["--resume", str(run / "checkpoints" / source)] if source else []
+    folder, fit = tmp_path / "a run", Trainer.fit
+
+    def interrupted(trainer: Trainer, *args, **settings) -> None:
+        trainer.callbacks.append(StopAt(4 if source else 2))
+        fit(trainer, *args, **settings)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(Trainer, "fit", interrupted)
+        pretrain.main([*TINY, "--run_dir", str(folder), *begin])
+    error = capsys.readouterr().err
+    assert stop.value.code == 130 and "go on" not in error
+    line = error.split("nothing was saved; start again with python -m recipes.pretrain ")[1].splitlines()[0]
+    pretrain.main(shlex.split(line))  # with the first start's settings, from where it began
+    steps = [line["step"] for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line]
+    assert steps == ([4, 5, 6] if source else [1, 2, 3, 4, 5, 6]) and newest_complete(folder).name == "step=000006.ckpt"
+
+
+def test_an_end_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit), stopped_by(ValueError, folder=tmp_path / "run"):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "stopped by a signal: nothing was saved; start again\n"
 
 
 def test_any_folder_and_any_order_of_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
