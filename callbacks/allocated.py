@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from callbacks.gradients import owned_gradients
 
@@ -24,8 +25,9 @@ def allocated(trainer: Trainer, module: LightningModule, gradients: bool = False
 
     Parts: "parameters" (under ZeRO-3 this rank's piece), "gathered" (ZeRO-3's whole ones of this moment), "masters" (none
     where the parameters are their own), "optimizer states" (step counters aside; none before the first step), "buckets"
-    (DeepSpeed's, for gradients on their way) and, where asked for, "gradients": only between the last backward pass and
-    the update, see `gradients.at_step_boundary`.
+    (DeepSpeed's or DDP's, for gradients on their way; none under DDP's gradient_as_bucket_view, where the gradients lie in
+    them and count as gradients) and, where asked for, "gradients": only between the last backward pass and the update, see
+    `gradients.at_step_boundary`.
     """
     wrapper = trainer.optimizers[0]
     inner = getattr(wrapper, "optimizer", wrapper)  # DeepSpeed wraps torch's
@@ -41,7 +43,17 @@ def allocated(trainer: Trainer, module: LightningModule, gradients: bool = False
         "buckets": (piece for bucket in buckets for piece in (bucket if isinstance(bucket, list) else [bucket])),
         "gradients": _gradients(wrapper, module) if gradients else (),
     }
-    return {part: _sizes(tensors, seen) for part, tensors in parts.items()}
+    found = {part: _sizes(tensors, seen) for part, tensors in parts.items()}
+    found["buckets"] |= _ddp_buckets(trainer.strategy.model)
+    return found
+
+
+def _ddp_buckets(model: Any) -> Sizes:
+    # DDP hands out no bucket; their bytes are in what it logs, by the bucket and not by type.
+    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
+        return {}
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    return {dtype: sum(map(int, model._get_ddp_logging_data()["bucket_sizes"].split(",")))}
 
 
 def _gradients(wrapper: Any, module: LightningModule) -> Iterable[Tensor]:

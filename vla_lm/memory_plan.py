@@ -2,7 +2,7 @@
 
     print(plan_memory(ModelConfig(...), Sharding(stage=3, world_size=64), rows=1, row_tokens=8192))
 
-Parameters, masters, gradients, optimizer states and DeepSpeed's buckets follow the sources of DeepSpeed 0.19 and are
+Parameters, masters, gradients, optimizer states and buckets follow the sources of torch and DeepSpeed 0.19 and are
 exact (tests/distributed); activations are an estimate (`block_activations`), within a quarter of what
 autograd keeps. Nothing is allocated: the model is built on the meta device.
 """
@@ -107,7 +107,7 @@ class MemoryPlan:
 
     def mend(self) -> str:
         """What to change first where the device is too small."""
-        if self.largest.name in ("activations", "logits", "bfloat16 copies"):
+        if self.largest.name in ("activations", "logits", "backward pass", "bfloat16 copies"):
             return ("lower data.micro_batch_rows (the global batch stays: accumulation makes up for it), or set "
                     "model.config.activation_checkpointing true")
         if self.largest.name == "buckets":
@@ -169,11 +169,12 @@ def _weights(model: nn.Module, sharding: Sharding, accumulation: int) -> list[Pa
     width, kind = (BF16, "bfloat16") if lean else (FLOAT32, "float32")
     host = sharding.offload_optimizer
     if stage == 0:
-        copies = 1 if sharding.bucket_view or ranks == 1 else 2
+        beside = 0 if sharding.bucket_view else whole
         return [
             Part("parameters", whole * width, kind, f"{whole:,} whole"),
-            Part("gradients", copies * whole * width, kind, "whole" + ", and DDP's buckets" * (copies - 1)),
+            Part("gradients", whole * width, kind, "whole"),
             Part("optimizer states", 2 * whole * width, kind, "AdamW's exp_avg and exp_avg_sq, whole"),
+            Part("buckets", beside * width, kind, "DDP's, beside the gradients: none with gradient_as_bucket_view"),
         ]
     # ZeRO-1 and 2 lay each group end to end and cut it evenly, starts aligned; ZeRO-3 cuts each parameter.
     flat = sum(math.ceil(sum(group) / (2 * ranks)) * 2 * ranks for group in groups)

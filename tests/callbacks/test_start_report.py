@@ -6,11 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import distributed
 
 from callbacks import StartReport
 from callbacks.allocated import allocated
 from tests.callbacks.tiny import TinyData, TinyModel, trainer
+from vla_lm.config import ModelConfig
+from vla_lm.memory_plan import Sharding, plan_memory
 
 
 @dataclass
@@ -103,6 +109,31 @@ def test_a_model_without_a_plan_and_a_precision_without_one(tmp_path):
 
     text, _ = fit(tmp_path / "other", Unplanned())
     assert "no estimate of the memory that a rank needs: precision '64-true'" in text and "after 2 steps" in text
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_ddp_s_buckets_are_measured_and_planned_alike(view, tmp_path):
+    model = TinyModel()
+    settings = {"process_group_backend": "gloo", "cluster_environment": LightningEnvironment()}
+    strategy = DDPStrategy(**settings, gradient_as_bucket_view=view)
+    found = {}
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            found.update(allocated(trainer, pl_module, gradients=True))
+
+    try:
+        run = trainer(tmp_path, 2, [Watch()], strategy=strategy)
+        run.fit(model, datamodule=TinyData())
+    finally:
+        distributed.destroy_process_group()
+    sharding, whole = Sharding.of(strategy, "32-true", 1), 4 * sum(p.numel() for p in model.parameters())
+    assert found["gradients"] == {torch.float32: whole}
+    assert found["buckets"] == ({} if view else {torch.float32: whole})
+    config = ModelConfig(vocab_size=32, d_model=16)
+    plan = plan_memory(config, sharding, rows=1, row_tokens=8)
+    assert plan.bytes("gradients") == plan.bytes("parameters")
+    assert plan.bytes("buckets") == (0 if view else plan.bytes("gradients"))
 
 
 def test_a_shared_storage_counts_once(tmp_path):
