@@ -116,6 +116,8 @@ def test_the_mend_fits_the_largest_part():
         assert expected in mend and ("more ranks" in mend) == (stage > 0), mend
     many = plan_memory(config, Sharding(3, 64), rows=8, row_tokens=8192)
     assert many.largest.name == "activations" and "activation_checkpointing" in many.mend()
+    for name in ("logits", "backward pass", "bfloat16 copies"):
+        assert "micro_batch_rows" in MemoryPlan((Part(name, 5, "float32", ""), Part("masters", 4, "float32", ""))).mend()
     assert "reduce_bucket_size" in MemoryPlan((Part("buckets", 5, "float32", ""),)).mend()
 
 
