@@ -123,6 +123,7 @@ def test_a_strategy_may_be_a_name_in_a_process_of_its_own():
     command = [sys.executable, "-m", "recipes.preflight", "--gpus-per-node", "2", "--trainer.strategy", "zero3"]
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     assert done.returncode == 0 and "trainer.strategy zero3" in done.stdout, done.stderr
+    assert done.stdout.startswith("fits: "), "and no notice about the accelerators of this machine"
 
 
 def test_keys_of_the_person_win_over_the_scripts_as_in_the_job(capsys):
