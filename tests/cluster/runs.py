@@ -38,7 +38,8 @@ class Ranks:
             port = str(probe.getsockname()[1])
         self.folder, self.processes = folder, []
         recipe = ["-m", "recipes.pretrain", "--trainer.devices", "2", "--run_dir", str(folder), "--resume", "auto"]
-        command = [sys.executable, "-W", "ignore", *([script] if script else recipe), *argv]
+        quiet = ["-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning"]  # of libraries about themselves
+        command = [sys.executable, *quiet, *([script] if script else recipe), *argv]
         for rank in range(2):
             settings = {"WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": FOLDERS}  # fmt: skip
