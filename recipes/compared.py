@@ -1,9 +1,12 @@
 """Runs of `recipes.pretrain` made to be compared: one at a time, once each, and their numbers."""
 
+import ctypes
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 from callbacks import read_metrics
 
@@ -27,13 +30,36 @@ def train(command: list, folder: Path, after: int) -> dict:
     log = Path(f"{folder}.log")
     if not (folder / "done").exists():
         with log.open("w") as file:
-            code = subprocess.run([sys.executable, "-m", "recipes.pretrain", "--run_dir", str(folder), *map(str, command)],
-                                  stdout=file, stderr=subprocess.STDOUT).returncode
+            code = to_the_end([sys.executable, "-m", "recipes.pretrain", "--run_dir", str(folder), *map(str, command)], file)
         if code != 0:
             said = [line for line in log.read_text().splitlines() if line.strip()]
             return {"failed": f"exit code {code}: {said[-1] if said else 'no output'} (see {log})"}
         (folder / "done").touch()
     return numbers(folder, after)
+
+
+def to_the_end(command: list[str], output: IO[str]) -> int:
+    """Exit code of a process that does not outlive this one: asked by SIGTERM or Ctrl-C to end, it is asked too."""
+    asked: list[int] = []
+    with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent) as process:
+        def forward(number: int, _: object) -> None:
+            asked.append(number)
+            process.send_signal(number)
+
+        before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if asked:
+        sys.exit(128 + asked[0])
+    return code
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: also when this process is killed
 
 
 def numbers(folder: Path, after: int) -> dict:

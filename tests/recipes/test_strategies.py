@@ -1,7 +1,11 @@
 """`python -m recipes.strategies`: what it reads off runs; runs themselves are in tests/cluster."""
 
 import json
+import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -30,16 +34,16 @@ def test_numbers_of_a_run(tmp_path):
 def test_a_table_of_runs_and_of_what_failed(tmp_path, monkeypatch, capsys):
     commands = []
 
-    def run(command, stdout, **_):
+    def run(command, output):
         commands.append(command)
         folder = command[command.index("--run_dir") + 1]
         if folder.endswith("ddp"):
-            stdout.write("error: no such device\n")
-            return subprocess.CompletedProcess(command, 2)
+            output.write("error: no such device\n")
+            return 2
         fake_run(tmp_path / folder.rsplit("/", 1)[1], 0.0, gpu=True)
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(compared, "to_the_end", run)
     arguments = ["--config", "configs/mqar.yaml", "--strategies", "single", "zero1", "ddp", "--steps", "3", "--more", "2",
                  "--out", str(tmp_path), "--data.seed", "7"]
     with pytest.raises(SystemExit) as end:
@@ -68,3 +72,21 @@ def test_a_folder_of_other_runs_is_refused(tmp_path, capsys):
         with pytest.raises(SystemExit) as end:
             strategies.main(["--config", config, "--out", str(tmp_path)])
         assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_it_starts_ends_with_it(number, tmp_path):
+    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    parent = f"import sys; from recipes.compared import to_the_end; to_the_end([sys.executable, '-c', {child!r}], sys.stdout)"
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=Path(__file__).parents[2])
+    while not (tmp_path / "pid").exists() or not (pid := (tmp_path / "pid").read_text()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.wait(20) == (143 if number == signal.SIGTERM else -number)
+    for _ in range(500):
+        state = Path(f"/proc/{pid}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.02)
+    raise AssertionError("the child still runs")
