@@ -41,7 +41,8 @@ def train(command: list, folder: Path, after: int) -> dict:
 def to_the_end(command: list[str], output: IO[str]) -> int:
     """Exit code of a process that does not outlive this one: asked by SIGTERM or Ctrl-C to end, it is asked too."""
     asked: list[int] = []
-    with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent) as process:
+    with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                          preexec_fn=_end_with_parent) as process:  # a session of its own: Ctrl-C reaches it once
         def forward(number: int, _: object) -> None:
             asked.append(number)
             process.send_signal(number)
