@@ -269,9 +269,8 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
         rest = (write.starts, write.factors, write.norms) if pending else (None, None, None)
         solve_kernel[grid](keys.k, keys.w, v, beta, g, inverse, E, Z, *rest, table.chunks, heads, **key_options,
                            **sizes, PENDING=pending, HAS_NORMS=rest[2] is not None, READING=precision.reading,
-                           HAS_BETA=beta is not None, HAS_G=g is not None, SMALLEST=SMALLEST_BETA, LEAF=LEAF, P=precision.memory,
-                           SOLVE=precision.solve, num_warps=nw,
-                           maxnreg=registers)
+                           HAS_BETA=beta is not None, HAS_G=g is not None, SMALLEST=SMALLEST_BETA, LEAF=LEAF,
+                           P=precision.memory, SOLVE=precision.solve, num_warps=nw, maxnreg=registers)
     states = torch.empty(count, heads, dk, dv, dtype=precision.store, device=device)
     final = torch.empty(len(table.sequences), heads, dk, dv, dtype=torch.float32, device=device)
     lines = len(table.sequences) * heads

@@ -40,7 +40,8 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
 
     Directions are float64, or float32 in multiples of 2⁻¹⁵: rounding a unit vector to float32 would leave the span of
     its repetitions, on the coarse grid sums are exact. Such a vector is a pair of bfloat16 vectors whose products sum
-    up exactly in float32 for GROUP * C = 256 tokens at least, so the sum is exactly that of the directions. EXACT: "bf16", or "ieee" where that is not modelled.
+    up exactly in float32 for GROUP * C = 256 tokens at least, so the sum is exactly that of the directions. EXACT: "bf16",
+    or "ieee" where that is not modelled.
     """
     parts: tl.constexpr = D // R
     program = tl.program_id(0).to(tl.int64)
