@@ -74,23 +74,30 @@ def sync(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Removes a checkpoint, file or folder, its marker first; what is not there is no error."""
-    marker_of(path).unlink(missing_ok=True)
+    for marker in (marker_of(path), beside(marker_of(path), ".partial")):
+        marker.unlink(missing_ok=True)
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def write_marker(path: Path, marker: dict[str, Any]) -> None:
     """Writes the marker of the checkpoint at `path`, whole or not at all."""
     aside = beside(marker_of(path), ".partial")
-    with open(aside, "w") as file:
-        json.dump(marker, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(aside, "w") as file:
+            json.dump(marker, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
     os.replace(aside, marker_of(path))
     sync(marker_of(path).parent)
 
 
 def publish(aside: Path, path: Path, marker: dict[str, Any]) -> None:
     """Gives the finished checkpoint at `aside` its name, and its marker last; killed in between, it has no marker.
+
+    Where the disk has no room for the marker, the checkpoint is removed, so that it does not hold the space.
 
     Args:
         marker: what the marker is to say beside the size: "step", and "crc32" where the checksums are known already.
@@ -105,7 +112,11 @@ def publish(aside: Path, path: Path, marker: dict[str, Any]) -> None:
     os.replace(aside, path)
     sync(path.parent)
     if not inside:
-        write_marker(path, marker)
+        try:
+            write_marker(path, marker)
+        except OSError:
+            remove(path)
+            raise
 
 
 def read_marker(path: str | Path, verify: bool = False) -> dict[str, Any]:
@@ -120,6 +131,7 @@ def read_marker(path: str | Path, verify: bool = False) -> dict[str, Any]:
     path = Path(path).resolve()  # last.ckpt is a link
     try:
         marker = json.loads(marker_of(path).read_text())
+        _check_marker(marker)
         wrong = None if size(path) == marker["bytes"] else f"has {size(path)} bytes, its marker says {marker['bytes']}"
         if verify and not wrong:  # markers of older versions have no checksums
             found = checksums(path) if "crc32" in marker else {}
@@ -129,12 +141,27 @@ def read_marker(path: str | Path, verify: bool = False) -> dict[str, Any]:
     except FileNotFoundError:
         missing = f"has no marker {marker_of(path).name}, so it was not written to the end"
         wrong = missing if path.exists() else "does not exist"
-    except (json.JSONDecodeError, KeyError, TypeError):
-        wrong = f"has an unreadable marker {marker_of(path).name}"
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        wrong = f"has an unreadable marker {marker_of(path).name}: it is no JSON in UTF-8"
+    except TypeError as error:
+        wrong = f"has an unreadable marker {marker_of(path).name}: {error}"
     if wrong:
         raise ValueError(f"Checkpoint {path} {wrong}. Use another one in {path.parent}, or the run's folder, which picks "
                          "the newest whole one.")
     return marker
+
+
+def _check_marker(marker: Any) -> None:
+    # TypeError where what it says is not of the kind that `read_marker` promises.
+    if not isinstance(marker, dict):
+        raise TypeError("expected an object with step and bytes")
+    for key in ("step", "bytes"):
+        if type(value := marker.get(key)) is not int or value < 0:
+            raise TypeError(f"{key} is {value!r}, expected a whole number")
+    if not isinstance(sums := marker.get("crc32", {}), dict):
+        raise TypeError(f"crc32 is {sums!r}, expected a number for each file")
+    if type(score := marker.get("score", 0.0)) not in (int, float):
+        raise TypeError(f"score is {score!r}, expected a number")
 
 
 def step_of(path: Path) -> int:

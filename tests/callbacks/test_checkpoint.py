@@ -166,6 +166,37 @@ def test_full_disk_while_writing(tmp_path, monkeypatch):
     assert names(tmp_path) == before and newest_complete(tmp_path)
 
 
+def test_full_disk_between_a_file_and_its_marker(tmp_path, monkeypatch):
+    run, saver = fit(tmp_path, 2)
+    before = names(tmp_path)
+    run.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 4
+
+    def full(marker, file):
+        file.write("{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(CheckpointError, match="step=000004.ckpt: .*No space left on device"):
+        saver.save(run)
+    assert names(tmp_path) == before and read_marker(newest_complete(tmp_path), verify=True)["step"] == 2
+
+
+@pytest.mark.parametrize(("content", "told"), [
+    (b"\xff\xfe\x00{", "it is no JSON in UTF-8"), (b"[1]", "expected an object with step and bytes"),
+    (b'{"step": "x", "bytes": 4}', "step is 'x', expected a whole number"),
+    (b'{"step": 2}', "bytes is None, expected a whole number"),
+    (b'{"step": 2, "bytes": 4, "crc32": 7}', "crc32 is 7, expected a number for each file"),
+    (b'{"step": 2, "bytes": 4, "score": "low"}', "score is 'low', expected a number"),
+])  # fmt: skip
+def test_a_marker_that_says_something_else(tmp_path, content, told):
+    path = tmp_path / "step=000002.ckpt"
+    path.write_bytes(b"four")
+    path.with_name(path.name + ".complete").write_bytes(content)
+    with pytest.raises(ValueError, match=f"unreadable marker step=000002.ckpt.complete: {told}. Use another one"):
+        read_marker(path)
+    assert complete_checkpoints(tmp_path) == {}
+
+
 def test_full_disk_is_seen_before_writing(tmp_path, monkeypatch):
     run, saver = fit(tmp_path, 2)
     saver._last_global_step_saved = 0
