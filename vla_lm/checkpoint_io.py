@@ -132,14 +132,17 @@ def loadable(path: Path, layout: Mapping[str, Any]) -> Path:
 
     Raises:
         ValueError: on every rank, where the neutral form cannot be made; the message says why.
+        OSError: likewise, where it cannot be written.
     """
     outcome: list[Any] = [path]
     if rank_zero_only.rank == 0 and not is_neutral(path):
         try:
             outcome = [_fitting(path, layout)]
-        except (OSError, ValueError, RuntimeError) as error:
-            outcome = [ValueError(f"{path} cannot be turned into the neutral form, which this strategy and number of "
-                                  f"ranks need: {error}")]
+        except Exception as error:  # of any kind: the other ranks wait for the outcome
+            why = f"{path} cannot be turned into the neutral form, which this strategy and number of ranks need: "
+            text = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+            disk = isinstance(error, OSError) and error.errno is not None
+            outcome = [OSError(error.errno, why + error.strerror) if disk else ValueError(why + text)]
     if distributed.is_available() and distributed.is_initialized():
         distributed.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], Exception):

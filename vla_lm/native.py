@@ -8,6 +8,7 @@ parameters; its `ds_to_universal` gives all, by way of a second folder of small 
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import re
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_lm.checkpoint_files import beside, publish, read_marker, remove, run_config
+from vla_lm.checkpoint_files import beside, checksums, marker_of, publish, read_marker, remove, run_config, write_marker
 from vla_lm.config import ModelConfig
-from vla_lm.neutral import FORMAT, MOMENTS, portable, save_tensors, write_tensors
+from vla_lm.neutral import FORMAT, MOMENTS, own_names_alone, portable, save_tensors, write_tensors
 from vla_lm.optimization import parameter_groups
 from vla_lm.transformer import Transformer
 
@@ -163,7 +164,9 @@ def read_content(path: Path) -> dict[str, Any]:
 def export(path: Path, out: Path | None = None, marks: dict[str, Any] | None = None) -> Path:
     """Writes the neutral form of a native checkpoint, on a CPU, a shard at a time; returns its folder.
 
-    The run's config.yaml comes along, so that the export can be evaluated and gone on from wherever it lies.
+    The run's config.yaml comes along, so that the export can be evaluated and gone on from wherever it lies. The marker
+    says of which checkpoint it is ("source"). An export of the same one that is there already is verified and kept;
+    where its bytes have changed, it is written anew.
 
     Args:
         path: a whole native checkpoint, whose pickles are trusted.
@@ -172,28 +175,79 @@ def export(path: Path, out: Path | None = None, marks: dict[str, Any] | None = N
 
     Raises:
         ValueError: the checkpoint cannot be read, or `out` holds something else.
-        OSError: it cannot be written; what was there is untouched.
+        OSError: it cannot be written; what was there is untouched, what was begun is removed.
     """
     source = NativeCheckpoint(path)
     out = out or path.with_name(f"{path.name.removesuffix('.ckpt')}.neutral")
-    if out.exists():
-        try:
-            if read_marker(out)["step"] == source.optimizer_step:
-                return out
-        except ValueError:
-            if out.suffix != ".neutral" and any(out.iterdir()):
-                raise ValueError(f"{out} is there already and is no neutral checkpoint: give another folder") from None
-        else:
-            raise ValueError(f"{out} holds the neutral checkpoint of another step: give another folder")
+    marks = {"step": source.optimizer_step, "source": _identity(path)} | (marks or {})
+    if _is_there(out, path, marks):
+        return out
+    aside = beside(out, ".partial")
+    if aside.exists() and not own_names_alone(aside):
+        raise ValueError(f"{aside} is needed while {out} is written, and holds files that no export has written: move "
+                         "it away, or give another folder")
+    try:
+        remove(aside)
+        aside.mkdir(parents=True)
+        _write(source, aside)
+        publish(aside, out, marks)
+    except OSError as error:
+        remove(aside)
+        raise OSError(error.errno, f"{out} could not be written ({error.strerror or error}), what was begun of it is "
+                                   "removed: free some space, or choose another place") from error
+    return out
+
+
+def _identity(path: Path) -> str:
+    # Tells one checkpoint from another: a digest of its files' checksums, which its marker knows.
+    try:
+        sums = read_marker(path).get("crc32")
+    except ValueError:
+        sums = None
+    return hashlib.sha256(json.dumps(sums or checksums(path), sort_keys=True).encode()).hexdigest()
+
+
+def _is_there(out: Path, path: Path, marks: dict[str, Any]) -> bool:
+    """Whether `out` is a whole export of `path`; False: it may be written. ValueError where it holds something else."""
+    if out.resolve() == path.resolve() or path.resolve() in out.resolve().parents:
+        raise ValueError(f"{out} is the checkpoint to export itself, or lies in it: give another folder")
+    if not out.exists() or out.is_dir() and not any(out.iterdir()):
+        return False
+    try:
+        found = json.loads(marker_of(out).read_text())
+        step, source, own = found["step"], found.get("source"), found.get("made_for", "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if "made_for" in marks and own_names_alone(out):
+            return False  # beside its checkpoint: what was left where a removal was killed
+        raise ValueError(f"{out} is there already and is no neutral checkpoint: give another folder, or move it "
+                         "away") from None
+    # What a resume made of a checkpoint that was saved anew since may go; what a person exported may not.
+    if source != marks["source"] and not own == marks.get("made_for"):
+        of = f"another checkpoint, of step {step!r}" if source else f"a checkpoint of step {step!r} that it does not name"
+        raise ValueError(f"{out} holds the export of {of}, not that of {path} (step {marks['step']}): give another "
+                         "folder, or move it away")
+    try:
+        read_marker(out, verify=True)
+        whole = source == marks["source"]
+    except ValueError:
+        whole = False
+    if whole and own and "made_for" not in marks:
+        del found["made_for"]  # a person's from now on
+        write_marker(out, found)
+    if not whole and not own_names_alone(out):
+        raise ValueError(f"{out} is a damaged export with other files beside its own: move it away, or give another "
+                         "folder")
+    return whole
+
+
+def _write(source: NativeCheckpoint, aside: Path) -> None:
+    """Writes all files but the marker."""
     state = {key: source.content[key] for key in _KEPT if key in source.content}
     state |= {key: value for key, value in source.content.items() if isinstance(value, dict) and "fingerprint" in value}
     state |= {"format": FORMAT, "callbacks": _plain(source.content.get("callbacks", {}))}
     lanes = source.content.get("lanes") or {}
     order = sorted(range(len(lanes.get("lanes", []))), key=lambda row: lanes["lanes"][row])
     state["lanes"] = [lanes["lanes"][row] for row in order]
-    aside = beside(out, ".partial")
-    remove(aside)
-    aside.mkdir(parents=True)
     shapes = source.shapes()
     write_tensors(aside, "weights", source.weights, shapes)
     for kind in MOMENTS:
@@ -203,11 +257,9 @@ def export(path: Path, out: Path | None = None, marks: dict[str, Any] | None = N
         rows = torch.tensor(order)
         save_tensors({f"{layer}.{name}": tensor.index_select(0, rows) for layer, named in enumerate(lanes["layers"])
                       for name, tensor in named.items()}, aside / "lanes.safetensors")
-    if config := run_config(path):
+    if config := run_config(source.path):
         shutil.copyfile(config, aside / "config.yaml")
     (aside / "state.json").write_text(json.dumps(state, indent=1))
-    publish(aside, out, {"step": source.optimizer_step} | (marks or {}))
-    return out
 
 
 def _reader(tensor: Tensor) -> Callable[[], Tensor]:

@@ -14,6 +14,8 @@ A checkpoint of other software enters as weights.safetensors and a state.json wi
 """
 
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from vla_lm.optimization import build_optimizer, schedule
 FORMAT = 1
 SHARD_BYTES = 2 * 10**9
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_OWN = re.compile(r"(weights|exp_avg|exp_avg_sq|lanes)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|state\.json|"
+                  r"config\.yaml|complete\.json(\.partial)?|\.tmp\w{6}")  # the last: safetensors', while it writes
 
 
 class NeutralCheckpoint:
@@ -131,11 +135,25 @@ def portable(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
 
 
+def own_names_alone(folder: Path) -> bool:
+    """Whether all in a folder has the name of a neutral checkpoint's file, so that nothing of a person's goes with it."""
+    return folder.is_dir() and all(_OWN.fullmatch(file.name) and not file.is_dir() for file in folder.iterdir())
+
+
 def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """safetensors' `save_file`, with the mode of any other new file: it leaves its files readable to their owner alone."""
+    """safetensors' `save_file`, with the mode of any other new file: it leaves its files readable to their owner alone.
+
+    Raises:
+        OSError: it cannot be written, with the system's number of what is wrong (safetensors has an error of its own).
+    """
     file.touch()
     mode = file.stat().st_mode  # so, and not by os.umask, which other threads would see change
-    save_file(tensors, file)
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        told = (int(number[1]), os.strerror(int(number[1])), str(file)) if number else (str(error),)
+        raise OSError(*told) from None
     file.chmod(mode)
 
 

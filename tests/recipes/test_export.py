@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from callbacks import newest_complete, read_metrics
 from recipes import evaluate, export, pretrain
-from vla_lm.checkpoint_files import read_marker
+from vla_lm.checkpoint_files import read_marker, write_marker
+from vla_lm.checkpoint_io import loadable
 from vla_lm.checkpoints import load_model
 from vla_lm.neutral import NeutralCheckpoint
 
 ROOT = Path(__file__).parents[2]
+ZERO = {"form": "zero1", "ranks": 2, "optimizer": "DeepSpeedZeroOptimizer"}
 TINY = ["--config", str(ROOT / "configs/mqar.yaml"), "--model.config.d_model", "16", "--data.n_pairs", "2",
         "--data.val_n_pairs", "[2]", "--data.val_rows", "16", "--data.length", "16", "--data.val_lengths", "[16]",
         "--data.global_batch_tokens", "128", "--trainer.max_steps", "6", "--trainer.val_check_interval", "3",
@@ -76,13 +80,85 @@ def test_the_newest_of_a_run_into_a_folder_of_ones_own(run, tmp_path, capsys):
     export.main([str(run), "--out", str(out)])  # is there already
     assert (out / "state.json").stat().st_mtime_ns == written
     step_4 = str(run / "checkpoints/step=000004.ckpt")
-    assert "holds the neutral checkpoint of another step" in refused(export, [step_4, "--out", str(out)], capsys)
+    message = refused(export, [step_4, "--out", str(out)], capsys)
+    assert "holds the export of another checkpoint, of step 6, not that of" in message and "(step 4): give" in message
     assert "in the neutral form already" in refused(export, [str(out)], capsys)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     assert "is no neutral checkpoint" in refused(export, [str(run), "--out", str(tmp_path / "other")], capsys)
     assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
     assert [path.name for path in (tmp_path / "exports").iterdir()] == ["mine"]
+
+
+def flip(file, place=-1):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 255
+    file.write_bytes(content)
+
+
+def test_an_export_is_of_its_own_source_alone(run, tmp_path, capsys):
+    step_4, out = run / "checkpoints/step=000004.ckpt", tmp_path / "x"
+    other = tmp_path / "b" / step_4.name  # another run's of the same step
+    other.parent.mkdir()
+    content = torch.load(step_4, weights_only=True)
+    content["state_dict"]["transformer.embedding.weight"] += 1
+    torch.save(content, other)
+    write_marker(other, {"step": 4, "bytes": other.stat().st_size})
+    export.main([str(step_4), "--out", str(out)])
+    whole = {file.name: file.read_bytes() for file in out.iterdir()}
+    message = refused(export, [str(other), "--out", str(out)], capsys)
+    assert "holds the export of another checkpoint, of step 4" in message
+    for place in (step_4, step_4 / "x", out / "weights.safetensors"):
+        refused(export, [str(step_4), "--out", str(place)], capsys)
+    assert step_4.is_file() and {file.name: file.read_bytes() for file in out.iterdir()} == whole
+    flip(out / "weights.safetensors")
+    (out / "notes.txt").write_text("mine")
+    assert "a damaged export with other files" in refused(export, [str(step_4), "--out", str(out)], capsys)
+    (out / "notes.txt").unlink()
+    export.main([str(step_4), "--out", str(out)])  # of the same source and damaged: written anew
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
+    marker = json.loads((out / "complete.json").read_text())
+    del marker["source"]  # an older version's
+    (out / "complete.json").write_text(json.dumps(marker))
+    assert "step 4 that it does not name" in refused(export, [str(step_4), "--out", str(out)], capsys)
+
+
+def test_a_resume_makes_a_damaged_neutral_form_anew(run, tmp_path):
+    path = tmp_path / "step=000004.ckpt"
+    shutil.copyfile(run / "checkpoints/step=000004.ckpt", path)
+    write_marker(path, {"step": 4, "bytes": path.stat().st_size})
+    out = loadable(path, ZERO)
+    whole, written = (out / "weights.safetensors").read_bytes(), (out / "state.json").stat().st_mtime_ns
+    assert loadable(path, ZERO) == out and (out / "state.json").stat().st_mtime_ns == written
+    flip(out / "weights.safetensors")
+    assert loadable(path, ZERO) == out and (out / "weights.safetensors").read_bytes() == whole
+    (out / "complete.json").unlink()  # a removal that was killed
+    assert loadable(path, ZERO) == out and read_marker(out, verify=True)["made_for"] == "resume"
+    export.main([str(path)])
+    assert "made_for" not in read_marker(out, verify=True)  # a person's: no run removes it
+
+
+@pytest.mark.parametrize("name", ["n.neutral", "q", "q.partial"])
+def test_files_of_a_person_s_own_stay(run, tmp_path, capsys, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.txt").write_text("mine")
+    message = refused(export, [str(run), "--out", str(tmp_path / name.removesuffix(".partial"))], capsys)
+    assert str(tmp_path / name) in message and "move it away" in message
+    assert [path.name for path in tmp_path.rglob("*")] == [name, "thesis.txt"]
+
+
+def test_a_full_disk_leaves_nothing(run, tmp_path):
+    """A real failure in the middle of a file: the process may not write more than some bytes."""
+    small = ("import resource as r, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+             "r.setrlimit(r.RLIMIT_FSIZE, (8000, 8000))")
+    code = f"{small}; from recipes import export; export.main({[str(run), '--out', str(tmp_path / 'x')]!r})"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and list(tmp_path.iterdir()) == []
+    assert "Traceback" not in done.stderr and "x could not be written (File too large)" in done.stderr, done.stderr
+    for kind, error in ((OSError, OSError(28, "No space left on device")), (ValueError, KeyError("exp_avg"))):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(kind, match="cannot be turned into the neutral form"):
+            patch.setattr("vla_lm.checkpoint_io.export", lambda *a, error=error, **k: (_ for _ in ()).throw(error))
+            loadable(run / "checkpoints/step=000004.ckpt", ZERO)  # any failure is told to the other ranks
 
 
 def test_evaluate_and_load_model_take_it(run, tmp_path):
