@@ -38,7 +38,8 @@ class Preemption(Callback):
     on all ranks before the next step. In between a validation that is due at this very step is run to its end, so that
     the curve has no gap; it comes after the save, so losing it loses nothing else. A signal that comes during a
     validation waits for its end and for one step more. So a warning must come early enough for one validation, one
-    optimizer step and one save. Later signals change nothing, except a second Ctrl-C, which ends the run at once. A
+    optimizer step and one save. Before the first validation or step, when there is nothing to save, a signal ends the
+    process at once and without a message: a process that waits for other ranks does not run Python. Later signals change nothing, except a second Ctrl-C, which ends the run at once. A
     signal in the run's last step changes nothing: the run is finished and saved anyway.
 
     Args:
@@ -53,10 +54,12 @@ class Preemption(Callback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Around `trainer.fit`: the signals are heard from here on. After :class:`Preempted` they stay ignored, so that
-        nothing disturbs the ranks that are still on their way out; else what stood before comes back."""
+        """Around `trainer.fit`: the signals end the process until it has begun, and are heard then. After
+        :class:`Preempted` they stay ignored, so that nothing disturbs the ranks that are still on their way out; else
+        what stood before comes back."""
         before = {number: signal.getsignal(number) for number in SIGNALS}
-        self._listen()
+        for number in SIGNALS:  # the rendezvous waits in C++, where no handler of Python's is run
+            signal.signal(number, signal.SIG_DFL)
         try:
             yield
         except Preempted:

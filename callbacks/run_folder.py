@@ -105,9 +105,11 @@ def environment() -> dict[str, Any]:
 class RunFolder(SaveConfigCallback):
     """Writes config.yaml and environment.json before the first step; a resume adds to them and replaces nothing."""
 
-    def __init__(self, *args: Any, run_dir: Path, resumed_step: int | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, run_dir: Path, resumed_step: int | None, resumed_from: Path | None = None,
+                 **kwargs: Any) -> None:
         super().__init__(*args, save_to_log_dir=False, **kwargs)
         self.run_dir, self.resumed_step = Path(run_dir), resumed_step
+        self.resumed_from = str(resumed_from) if resumed_from else None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         parameters = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in pl_module.parameters())
@@ -120,6 +122,10 @@ class RunFolder(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        record = self.run_dir / "environment.json"
+        starts = json.loads(record.read_text()) if record.exists() else []
+        here = {"resumed_step": self.resumed_step, "resumed_from": self.resumed_from}
+        write_aside(record, json.dumps([*starts, here | environment()], indent=1))
         config = self.config.clone()
         config.run_dir, config.resume, config.trust_pickle = None, None, False  # of this start alone
         text = self.parser.dump(config, skip_unset=False)
@@ -127,9 +133,6 @@ class RunFolder(SaveConfigCallback):
         if config.exists() and config.read_text() != text:
             config = self.run_dir / f"config.step={self.resumed_step or 0:06d}.yaml"
         write_aside(config, text)
-        record = self.run_dir / "environment.json"
-        starts = json.loads(record.read_text()) if record.exists() else []
-        write_aside(record, json.dumps([*starts, {"resumed_step": self.resumed_step, **environment()}], indent=1))
 
 
 def write_aside(path: Path, text: str) -> None:

@@ -3,47 +3,10 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.plugins.environments import SLURMEnvironment
-
+from recipes.job import Job, number
 from recipes.planning import count, store_problem
-
-
-@dataclass(frozen=True)
-class Job:
-    """What was asked of the scheduler.
-
-    nodes: machines.
-    tasks: processes on each; None where they differ from node to node.
-    gpus: GPUs on each.
-    cpus: processor cores of a task; None where not asked for.
-    """
-
-    nodes: int
-    tasks: int | None
-    gpus: int
-    cpus: int | None = None
-
-    def __str__(self) -> str:
-        return f"{count(self.nodes, 'node')} x {count(self.tasks or '?', 'task')}, {count(self.gpus, 'GPU')} a node"
-
-    @classmethod
-    def here(cls, environment: Mapping[str, str] = os.environ) -> "Job":
-        """The job that this process is in, from the variables that SLURM sets."""
-        nodes = int(environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES", "1"))
-        # "2(x3)": two on each of three nodes; "2,1": not the same on all.
-        spread = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
-        tasks = environment.get("SLURM_NTASKS_PER_NODE") or (None if "," in spread else spread.split("(")[0])
-        gpus = environment.get("SLURM_GPUS_ON_NODE") or environment.get("SLURM_GPUS_PER_NODE", "0").split(":")[-1]
-        cpus = environment.get("SLURM_CPUS_PER_TASK")
-        return cls(nodes, int(tasks) if tasks else None, int(gpus), int(cpus) if cpus else None)
-
-
-def in_job() -> bool:
-    """Whether SLURM started this process as a task of a batch job (an interactive shell is left alone)."""
-    return SLURMEnvironment.detect()
 
 
 def on_gpus(job: Job, trainer: Mapping[str, Any]) -> bool:
@@ -90,7 +53,7 @@ def problems(job: Job, trainer: Mapping[str, Any], data: Any) -> list[str]:
 
 def check_task(trainer: Mapping[str, Any], data: Any) -> None:
     """ValueError with all problems of the job that this process is a task of; before any work is done."""
-    ranks, found = int(os.environ["SLURM_NTASKS"]), problems(Job.here(), trainer, data)
+    ranks, found = number(os.environ, "SLURM_NTASKS"), problems(Job.here(), trainer, data)
     if ranks > 1 and not re.fullmatch(r"\d+", os.environ.get("SLURM_STEP_ID", "")):
         found.insert(0, f"one process of {ranks} was started: put srun before python")
     if found := [*found, *filter(None, [store_problem(data, ranks)])]:

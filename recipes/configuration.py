@@ -1,5 +1,6 @@
 """The configuration of a training run: its groups of keys, and the trainer made of them."""
 
+import json
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -11,7 +12,8 @@ from callbacks import (FiniteGuard, GradientNorms, JsonlLogger, RunCheckpoint, S
                        Throughput, progress_bar)
 from callbacks.preemption import Preemption
 from callbacks.run_folder import RunFolder, default_run_dir, resume_point
-from recipes.cluster import check_task, in_job
+from recipes.cluster import check_task
+from recipes.job import in_job
 from vla_lm.checkpoints import checkpoint_step
 from vla_lm.module import LanguageModel
 
@@ -39,18 +41,28 @@ class PretrainCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:
         self.config = parser.parse_args(args)
 
+    def find_place(self) -> None:
+        """Sets `run_dir`, and `checkpoint` (None: from step 0). ValueError where the folder holds another run."""
+        config = self.config
+        self.checkpoint, run_dir = resume_point(config.resume, Path(config.run_dir) if config.run_dir else None)
+        self.run_dir = run_dir or default_run_dir(str(config.config[0]) if config.config else None)
+        if not (self.run_dir / "config.yaml").exists():
+            return
+        if config.resume is None:
+            raise ValueError(f"{self.run_dir} holds a run already: go on with it (--resume {self.run_dir}), or name "
+                             "another folder (--run_dir runs/NAME)")
+        if self.checkpoint and not _of_run(self.checkpoint, self.run_dir):
+            raise ValueError(f"{self.run_dir} holds another run than the checkpoint {self.checkpoint} is of: go on with that "
+                             f"run (--resume {self.run_dir}), or name another folder (--run_dir runs/NAME)")
+
     def instantiate_trainer(self, **kwargs) -> Trainer:
         config, plugins = self.config, self.config_init.trainer.plugins or []
         if in_job():
             check_task(config.trainer.as_dict(), self.datamodule)
             plugins = [*(plugins if isinstance(plugins, list) else [plugins]), SLURMEnvironment(auto_requeue=False)]
-        self.checkpoint, run_dir = resume_point(config.resume, Path(config.run_dir) if config.run_dir else None)
-        self.run_dir = run_dir or default_run_dir(str(config.config[0]) if config.config else None)
-        if config.resume is None and (self.run_dir / "config.yaml").exists():
-            raise ValueError(f"{self.run_dir} holds a run already: go on with it (--resume {self.run_dir}), or name "
-                             "another folder (--run_dir runs/NAME)")
+        self.find_place()
         step = checkpoint_step(self.checkpoint) if self.checkpoint else None
-        self.save_config_kwargs = {"run_dir": self.run_dir, "resumed_step": step}
+        self.save_config_kwargs = {"run_dir": self.run_dir, "resumed_step": step, "resumed_from": self.checkpoint}
         checkpoint = RunCheckpoint(self.run_dir / "checkpoints", **config.checkpoint)
         loggers = [TensorBoardLogger(self.run_dir, name="", version="", purge_step=step),
                    JsonlLogger(self.run_dir, step)]
@@ -60,3 +72,12 @@ class PretrainCLI(LightningCLI):
         return super().instantiate_trainer(
             logger=loggers, plugins=plugins, use_distributed_sampler=False, check_val_every_n_epoch=None,
             enable_model_summary=False, **kwargs)
+
+
+def _of_run(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether a checkpoint is a run's own, an export of it, or what the run began from."""
+    record, taken = run_dir / "environment.json", checkpoint / "config.yaml"
+    starts = json.loads(record.read_text()) if record.exists() else []
+    if checkpoint.is_relative_to(run_dir.resolve()) or starts and starts[0].get("resumed_from") == str(checkpoint):
+        return True
+    return taken.is_file() and taken.read_bytes() in [config.read_bytes() for config in run_dir.glob("config*.yaml")]

@@ -51,7 +51,9 @@ def plain(message: str) -> str:
     """
     keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message))
     reasons = re.split(r"\n\s*- ", message.split("Errors:\n")[-1].split("Given value type")[0])
-    reason = " ".join(reasons[0].strip().removeprefix("- ").split())
+    reasons = [" ".join(reason.strip().removeprefix("- ").split()) for reason in reasons]
+    # Of a union's reasons the one that a class gave says more than that the value is no text.
+    reason = next((reason for reason in reasons if not reason.startswith("Expected a")), reasons[0])
     kinds = dict.fromkeys(re.findall(r"Expected an? ((?:(?!\. Got value|\n).)+)", message))
     kinds.pop("<class 'NoneType'>", None)
     if keys and kinds and "Expected a" in reason:

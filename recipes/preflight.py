@@ -18,9 +18,10 @@ import sys
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch.cli import instantiate_class
 
-from recipes.cluster import Job, on_gpus, problems
+from recipes.cluster import on_gpus, problems
 from recipes.configuration import PretrainCLI
 from recipes.console import arguments, bad_input, quiet_notices
+from recipes.job import Job
 from recipes.planning import count, memory, store_problem
 from vla_lm.memory_plan import size
 

@@ -11,7 +11,8 @@ import pytest
 from data.documents import DocumentsDataModule
 from data.sampler import plan_batches
 from recipes import preflight, prepare, pretrain
-from recipes.cluster import Job, problems
+from recipes.cluster import problems
+from recipes.job import Job
 from recipes.planning import store_problem
 
 ROOT = Path(__file__).parents[2]
@@ -73,9 +74,24 @@ def test_what_does_not_fit_is_told_with_its_mend(case):
       "SLURM_CPUS_PER_TASK": "3"}, EIGHT),
     ({"SLURM_NNODES": "3", "SLURM_TASKS_PER_NODE": "4(x3)", "SLURM_GPUS_PER_NODE": "h100:4"}, Job(3, 4, 4)),
     ({"SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "2,1"}, Job(2, None, 0)),
+    ({"SLURM_NNODES": "", "SLURM_GPUS_PER_NODE": "a100:1,v100:2"}, Job(1, 1, 3)),
 ])  # fmt: skip
 def test_what_slurm_says(variables, job):
     assert Job.here(variables) == job
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("SLURM_NNODES", "x"), ("SLURM_NNODES", "0"), ("SLURM_GPUS_ON_NODE", "all"), ("SLURM_GPUS_PER_NODE", "a100:"),
+    ("SLURM_CPUS_PER_TASK", "4.5"), ("SLURM_NTASKS_PER_NODE", "x"), ("SLURM_TASKS_PER_NODE", "2(x"),
+])  # fmt: skip
+def test_a_variable_that_makes_no_sense_is_named(name, value, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stop:
+        preflight.main(["--config", "configs/mqar.yaml"])
+    told = capsys.readouterr().err
+    assert stop.value.code == 2 and told.startswith(f"error: {name} is {value!r}: expected a whole number, at least ")
+    assert f"(unset {name})" in told
 
 
 def test_the_recipe_prints_the_line_that_submits(capsys):

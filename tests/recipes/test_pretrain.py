@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks import newest_complete, read_metrics
-from recipes import evaluate, prepare, pretrain
+from recipes import evaluate, export, prepare, pretrain
 from recipes.ending import stopped_by
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +83,24 @@ def test_resume_goes_on_with_the_runs_own_configuration(run: Path, tmp_path: Pat
     assert (copy / "config.step=000003.yaml").exists(), "a changed configuration is kept beside the first"
 
 
+def test_no_folder_gets_a_mixture_of_two_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    other, old, new = tmp_path / "other", run / "checkpoints/step=000003.ckpt", tmp_path / "export"
+    shutil.copytree(run, other, symlinks=True)
+    (other / "config.yaml").write_text((run / "config.yaml").read_text().replace("seed_everything: 1", "seed_everything: 2"))
+    before = {path: path.stat().st_mtime_ns for path in other.rglob("*")}
+    export.main([str(old), "--out", str(new)])
+    for source in (run, old, new):
+        error = refused([*TINY, "--resume", str(source), "--run_dir", str(other)], capsys)
+        assert f"error: {other} holds another run than the checkpoint {run if source != new else new}" in error
+        assert f"--resume {other}), or name another folder (--run_dir runs/NAME)" in error
+    assert {path: path.stat().st_mtime_ns for path in other.rglob("*")} == before
+    shutil.copytree(run, tmp_path / "same", symlinks=True)
+    for source in (new, tmp_path / "same/checkpoints/step=000003.ckpt", "auto"):
+        pretrain.main(["--resume", str(source), "--run_dir", str(tmp_path / "same")])
+    starts = json.loads((tmp_path / "same/environment.json").read_text())
+    assert [start["resumed_step"] for start in starts] == [None, 3, 3, 6] and starts[1]["resumed_from"] == str(new)
+
+
 def test_resume_with_another_schedule(run: Path, capsys: pytest.CaptureFixture) -> None:
     error = refused(["--resume", str(run), "--trainer.max_steps", "8"], capsys)
     assert "resume with the learning_rate, schedule, warmup_steps and trainer.max_steps (6)" in error
@@ -105,6 +124,8 @@ BAD = {
     "batch": (["--data.global_batch_tokens", "57"], "global_batch_tokens 57 is not a whole number of rows"),
     "warm-up": (["--model.optimizer.warmup_steps", "9"], "warmup_steps 9 leaves nothing of trainer.max_steps 6"),
     "sharding without a GPU": (["--trainer.strategy", "zero3"], "needs CUDA devices"),
+    "another stage": (["--config", "configs/mqar.yaml", "--config", "configs/strategy/zero3.yaml",
+                       "--trainer.strategy.init_args.stage", "4"], "error: ZeRO stage is 4: use 1, 2 or 3"),
     "no steps": (["--trainer.max_steps", "-1"], "trainer.max_steps is -1"),
     "no steps, constant": (["--trainer.max_steps", "-1", "--model.optimizer.schedule", "constant"],
                            "trainer.max_steps is -1"),
@@ -197,6 +218,35 @@ def test_signals_end_a_run_with_a_hint(tmp_path: Path) -> None:
         _, error = process.communicate(timeout=100)
         assert process.returncode == code and f"go on with python -m recipes.pretrain --resume {folder}" in error, error
         assert "Traceback" not in error and f"is saved in {newest_complete(folder)}" in error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_process_that_waits_for_another_node_can_be_ended(number: signal.Signals, tmp_path: Path) -> None:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]), "NODE_RANK": "0"}
+    command = [sys.executable, "-m", "recipes.pretrain", *TINY, "--trainer.num_nodes", "2", "--trainer.devices", "1",
+               "--trainer.strategy", "ddp", "--run_dir", str(tmp_path / "run")]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | address,
+                               stderr=subprocess.STDOUT, stdout=subprocess.PIPE)
+    said = ""
+    while "Initializing distributed" not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    time.sleep(0.5)
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=20)
+    assert process.returncode == -number and "Traceback" not in rest, said + rest
+    assert not (tmp_path / "run/config.yaml").exists()
+
+
+def test_ctrl_c_during_the_start_is_one_line() -> None:
+    script = "import os, signal, recipes; os.kill(os.getpid(), signal.SIGINT); import torch"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
+    done = subprocess.run([sys.executable, "-c", "import recipes; 1 / 0"], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
 
 
 def test_a_full_disk_ends_a_run_with_a_hint(run: Path, capsys: pytest.CaptureFixture) -> None:
