@@ -2,16 +2,19 @@
 
 import os
 import shlex
+from types import SimpleNamespace
 from typing import Any
 
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.cli import instantiate_class
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy, StrategyRegistry
 
-import vla_lm.strategy  # noqa: F401  registers zero1, zero2, zero3 and ddp
 from data.corpus import Corpus
 from data.token_store import StoreRequest
-from vla_lm.config import ModelConfig
+from vla_lm.config import ModelConfig, OptimizerConfig
 from vla_lm.memory_plan import MemoryPlan, Sharding, plan_memory
+from vla_lm.optimization import schedule
+from vla_lm.strategy import check_trainer  # its module registers zero1, zero2, zero3 and ddp
 
 
 def count(number: int | str, thing: str) -> str:
@@ -25,10 +28,28 @@ def strategy_of(trainer: dict[str, Any]) -> Strategy:
     if not isinstance(asked, str):
         return instantiate_class((), asked)
     name = "ddp" if asked == "auto" else asked
-    if name not in StrategyRegistry:
+    known = StrategyRegistry.get(name) if name in StrategyRegistry else None
+    if not isinstance(known, (DDPStrategy, DeepSpeedStrategy)):
         raise ValueError(f"trainer.strategy is {asked!r}: expected auto, ddp, zero1, zero2 or zero3, or a file of "
                          "configs/strategy (--config configs/strategy/zero3.yaml)")
-    return StrategyRegistry.get(name)
+    return known
+
+
+def check_settings(config: dict[str, Any], cuda: bool) -> None:
+    """ValueError for settings that recipes.pretrain refuses, found without the devices that a trainer asks for.
+
+    Args:
+        config: groups model and trainer.
+        cuda: whether the run trains on GPUs.
+    """
+    asked, fields = config["trainer"], config["model"]
+    unset = {"max_steps": -1, "log_every_n_steps": 50, "val_check_interval": 1.0, "accumulate_grad_batches": 1,
+             "max_epochs": None, "limit_train_batches": 1.0, "overfit_batches": 0.0, "gradient_clip_val": None,
+             "fast_dev_run": False}  # Lightning's own
+    given = {name: value if asked[name] is None else asked[name] for name, value in unset.items()}
+    check_trainer(SimpleNamespace(**given, accelerator=CUDAAccelerator() if cuda else CPUAccelerator(),
+                                  strategy=strategy_of(asked), checkpoint_callback=None), fields["config"]["backend"])
+    schedule(OptimizerConfig.from_dict(fields["optimizer"]), given["max_steps"])
 
 
 def memory(config: dict[str, Any], data: Any, ranks: int, device: str) -> MemoryPlan:
@@ -41,9 +62,6 @@ def memory(config: dict[str, Any], data: Any, ranks: int, device: str) -> Memory
     """
     trainer, fields, plan = config["trainer"], config["model"]["config"], data.batch_plan(ranks)
     strategy, precision = strategy_of(trainer), trainer["precision"]
-    if device == "cpu" and isinstance(strategy, DeepSpeedStrategy):
-        raise ValueError(f"trainer.strategy {type(strategy).__name__} (DeepSpeed) needs CUDA devices, this job trains on "
-                         "CPUs: use trainer.strategy ddp (several processes) or auto (one)")
     model = ModelConfig.from_dict(fields | {"vocab_size": fields["vocab_size"] or data.vocab_size})
     sharding = Sharding.of(strategy, precision if precision in ("bf16-mixed", "bf16-true") else "32-true", ranks)
     return plan_memory(model, sharding, plan.micro_rows, data.row_tokens, plan.accumulation,

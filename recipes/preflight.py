@@ -22,7 +22,7 @@ from recipes.cluster import on_gpus, problems
 from recipes.configuration import PretrainCLI
 from recipes.console import arguments, bad_input, quiet_notices
 from recipes.job import Job
-from recipes.planning import count, memory, store_problem
+from recipes.planning import check_settings, count, memory, store_problem
 from vla_lm.memory_plan import size
 
 
@@ -32,6 +32,8 @@ class Configuration(PretrainCLI):
     def instantiate_classes(self) -> None:
         data = self.config.data.as_dict()
         self.datamodule = instantiate_class((), {"class_path": data["class_path"], "init_args": data["init_args"]})
+        if self.config.resume or self.config.run_dir:
+            self.find_place()
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -66,11 +68,13 @@ def main(argv: list[str] | None = None) -> None:
         cli = Configuration(arguments(given), save_config_callback=None)
         config, data = cli.config.as_dict(), cli.datamodule
         trainer, ranks = config["trainer"], job.nodes * (job.tasks or 1)
+        gpus = on_gpus(job, trainer)
+        check_settings(config, gpus)
         found, store = problems(job, trainer, data), [*filter(None, [store_problem(data, ranks)])]
         unknown = store and not (config["data"]["init_args"]["vocab_size"] or config["model"]["config"]["vocab_size"])
         if found or unknown:
             raise ValueError(f"{job}, do not fit:\n- " + "\n- ".join([*found, *store]))
-        gpus, plan = on_gpus(job, trainer), data.batch_plan(ranks)
+        plan = data.batch_plan(ranks)
         held = memory(config, data, ranks, "cuda" if gpus else "cpu")
         strategy = trainer["strategy"]
         if isinstance(strategy, dict):

@@ -119,6 +119,11 @@ def test_a_plan_that_does_not_fit_a_gpu_is_refused_with_its_mend(capsys):
     (["--gpus-per-node", "8", "--tasks-per-node", "2"], "#SBATCH --ntasks-per-node=8"),
     (["--model.config.penalty", "some"], "model.config.penalty: expected float"),
     (["--trainer.strategy", "zero4"], "error: trainer.strategy is 'zero4': expected auto, ddp, zero1, zero2 or zero3"),
+    (["--trainer.strategy", "fsdp"], "error: trainer.strategy is 'fsdp': expected auto, ddp, zero1, zero2 or zero3"),
+    (["--trainer.accumulate_grad_batches", "3"], "error: trainer.accumulate_grad_batches is 3: leave it out"),
+    (["--model.optimizer.warmup_steps", "5000", "--trainer.max_steps", "500"], "error: warmup_steps 5000 leaves nothing"),
+    (["--resume", "runs/none"], "error: --resume runs/none: no such file or folder"),
+    (["--resume", "auto"], "error: --resume auto looks into the run's own folder, which was not named"),
     (["--trainer.accelerator", "cpu", "--trainer.strategy", "zero3"], "(DeepSpeed) needs CUDA devices"),
 ])  # fmt: skip
 def test_the_recipe_refuses(argv, message, capsys):
