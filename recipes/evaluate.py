@@ -72,10 +72,10 @@ def recall_cells(args: Namespace, source: str, settings: dict, model) -> tuple[s
 def main(argv: list[str] | None = None) -> None:
     args, console = parse(argv), Console()
     with bad_input():
-        path = complete_checkpoint(args.checkpoint)
+        path = complete_checkpoint(args.checkpoint, verify=True)
         (source, settings, folder), documents = run_data(path), None
         args.rows = args.rows or (64 if source.endswith("DocumentsDataModule") else 512)
-        model = load_model(path, args.device, args.trust_pickle)
+        model = load_model(path, args.device, args.trust_pickle, verify=False)
         shape, cells = recall_cells(args, source, settings, model)
         if not os.access(folder, os.W_OK):
             raise OSError(f"{folder} cannot be written to: evaluate a copy of the checkpoint and its marker elsewhere")

@@ -10,14 +10,16 @@ from vla_lm.checkpoint_files import is_neutral, marker_of, newest_complete, read
 from vla_lm.config import ModelConfig, OptimizerConfig
 from vla_lm.module import LanguageModel
 from vla_lm.native import NativeCheckpoint, read_content
-from vla_lm.neutral import NeutralCheckpoint, portable
+from vla_lm.neutral import MOMENTS, NeutralCheckpoint, portable
 from vla_lm.optimization import learning_rate_factor
 
 # Fields of ModelConfig that change how, not what, is computed.
 _IMMATERIAL = {"chunk_size", "backend", "init_std", "activation_checkpointing"}
 
 
-def load_model(path: str | Path, device: str | torch.device = "cpu", trust_pickle: bool = False) -> LanguageModel:
+def load_model(
+    path: str | Path, device: str | torch.device = "cpu", trust_pickle: bool = False, verify: bool = True
+) -> LanguageModel:
     """The model of a checkpoint, in evaluation mode, its weights in float32.
 
     Args:
@@ -25,10 +27,11 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", trust_pickl
             DeepSpeed's folder) with its `.complete` marker beside it, or a neutral one (`step=000500.neutral`).
         device: where to put the model; "auto": a GPU where there is one.
         trust_pickle: read DeepSpeed's folder even outside a run's folder; its pickles can run any code.
+        verify: compare checksums first, which reads the whole checkpoint; False where that was done just now.
 
     Raises:
         FileNotFoundError: no such path, or no complete checkpoint in the run's folder.
-        ValueError: half-written, not of this project, or its weights do not fit its configuration.
+        ValueError: half-written, damaged, not of this project, or its weights do not fit its configuration.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,7 +39,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", trust_pickl
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} cannot be used ({str(error).splitlines()[0]}): use auto or cpu") from None
-    path = complete_checkpoint(path)
+    path = complete_checkpoint(path, verify)
     hyper = _read(path, trust_pickle)["hyper_parameters"]
     model = LanguageModel(ModelConfig.from_dict(hyper["config"]), OptimizerConfig.from_dict(hyper["optimizer"]))
     if is_neutral(path):
@@ -110,6 +113,8 @@ def check_compatible(
             + "; ".join(f"{name} is {saved[name]!r} there, {wanted[name]!r} here" for name in fields)
             + f". Set model.config.{fields[0]} to {saved[fields[0]]!r}, or start a new run"
         )
+    if is_neutral(path):
+        _check_tensors(NeutralCheckpoint(path))
     if "loops" not in content:
         return  # weights of other software: a run starts from them
     step, before = content["global_step"], OptimizerConfig.from_dict(content["hyper_parameters"]["optimizer"])
@@ -130,6 +135,26 @@ def check_compatible(
                              f"model.optimizer.{name} {there}, or start a new run")
     if data is not None:
         check_data(path, data, trust_pickle)
+
+
+def _check_tensors(neutral: NeutralCheckpoint) -> None:
+    # ValueError unless its weights, and moments where it has any, are those of the architecture in its state.json.
+    hyper = neutral.state["hyper_parameters"]
+    with torch.device("meta"):
+        model = LanguageModel(ModelConfig.from_dict(hyper["config"]), OptimizerConfig.from_dict(hyper["optimizer"]))
+    wanted = {name: list(value.shape) for name, value in model.state_dict().items()}
+    given = portable(neutral.shapes("weights"))
+    for name in wanted | given:
+        if given.get(name) != wanted.get(name):
+            raise ValueError(
+                f"{neutral.path} has weights of {name} of shape {given.get(name, 'none')}, the architecture in its "
+                f"state.json (hyper_parameters.config) has {wanted.get(name, 'none')}: make {_field(name)} there those of "
+                "the weights"
+            )
+    moments = neutral.names(MOMENTS[0])
+    if missing := [name for name, _ in model.named_parameters() if moments and name not in moments]:
+        raise ValueError(f"{neutral.path} has no {MOMENTS[0]} of {missing[0]}: AdamW needs those of every parameter, "
+                         "or none to start anew")
 
 
 def check_data(path: str | Path, data: Any, trust_pickle: bool = False) -> None:

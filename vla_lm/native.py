@@ -222,8 +222,8 @@ def _is_there(out: Path, path: Path, marks: dict[str, Any]) -> bool:
         raise ValueError(f"{out} is there already and is no neutral checkpoint: give another folder, or move it "
                          "away") from None
     # What a resume made of a checkpoint that was saved anew since may go; what a person exported may not.
-    if source != marks["source"] and not own == marks.get("made_for"):
-        of = f"another checkpoint, of step {step!r}" if source else f"a checkpoint of step {step!r} that it does not name"
+    if source != marks["source"] and own != marks.get("made_for"):
+        of = f"another checkpoint, of step {step!r}" if source else f"a checkpoint of step {step!r} it does not name"
         raise ValueError(f"{out} holds the export of {of}, not that of {path} (step {marks['step']}): give another "
                          "folder, or move it away")
     try:

@@ -31,6 +31,7 @@ from vla_lm.optimization import build_optimizer, schedule
 FORMAT = 1
 SHARD_BYTES = 2 * 10**9
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_FLOATS = ("F32", "F64", "BF16", "F16")
 _OWN = re.compile(r"(weights|exp_avg|exp_avg_sq|lanes)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|state\.json|"
                   r"config\.yaml|complete\.json(\.partial)?|\.tmp\w{6}")  # the last: safetensors', while it writes
 
@@ -51,23 +52,40 @@ class NeutralCheckpoint:
         self.path = path
         try:
             self.state = json.loads((path / "state.json").read_text())
-            version, hyper = self.state["format"], self.state["hyper_parameters"]
+            version, hyper, step = (self.state[key] for key in ("format", "hyper_parameters", "global_step"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path / 'state.json'} cannot be used ({type(error).__name__}: {error}): it must have "
                              "format, global_step and hyper_parameters, see vla_lm/README.md") from None
         if version != FORMAT:
             raise ValueError(f"{path} has format {version!r}, this version reads {FORMAT}: export it again")
-        if not isinstance(hyper, dict) or not {"config", "optimizer"} <= hyper.keys():
-            raise ValueError(f"{path} holds no configuration of a language model: its hyper_parameters need config and "
-                             "optimizer")
+        if type(step) is not int or step < 0:
+            raise ValueError(f"{path / 'state.json'} has global_step {step!r}: it must be a whole number, 0 for weights "
+                             "of other software")
+        if not isinstance(hyper, dict) or not all(isinstance(hyper.get(key), dict) for key in ("config", "optimizer")):
+            raise ValueError(f"{path} holds no configuration of a language model: the hyper_parameters in its "
+                             "state.json need config and optimizer, an object each")
         self._handles: dict[Path, Any] = {}
+        self._known: dict[Path, set[str]] = {}
         self._places = {kind: self._index(kind) for kind in ("weights", *MOMENTS)}
         if not self._places["weights"]:
             raise ValueError(f"{path} has no weights.safetensors: use another checkpoint")
+        shapes = self.shapes("weights")
+        for kind, other in zip(MOMENTS, MOMENTS[::-1]):
+            for name, shape in self.shapes(kind).items():
+                if name not in self._places[other]:
+                    raise ValueError(f"{path} has {kind} of {name} and no {other} of it: AdamW needs both, or none of "
+                                     "any parameter to start anew")
+                if shape != shapes.get(name):
+                    raise ValueError(f"{path} has {kind} of {name} of shape {shape}, its weights have "
+                                     f"{shapes.get(name, 'none')}: the shapes must be the same")
 
     def names(self, kind: str) -> list[str]:
         """Names of the tensors of a kind: weights, exp_avg or exp_avg_sq."""
         return list(self._places[kind])
+
+    def shapes(self, kind: str) -> dict[str, list[int]]:
+        """Shape of each tensor of a kind, from the files' headers."""
+        return {name: self._open(file).get_slice(name).get_shape() for name, file in self._places[kind].items()}
 
     def tensor(self, kind: str, name: str) -> Tensor:
         """The tensor, float32 but in a checkpoint of 64-true. ValueError where it is missing."""
@@ -116,10 +134,28 @@ class NeutralCheckpoint:
 
     def _index(self, kind: str) -> dict[str, Path]:
         listed = self.path / f"{kind}.safetensors.index.json"
-        if listed.exists():
-            return {name: self.path / file for name, file in json.loads(listed.read_text())["weight_map"].items()}
         file = self.path / f"{kind}.safetensors"
-        return dict.fromkeys(self._open(file).keys(), file) if file.exists() else {}
+        if listed.exists():
+            try:
+                shards = json.loads(listed.read_text())["weight_map"]
+                places = {name: self.path / shard for name, shard in shards.items()}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{listed} cannot be used ({type(error).__name__}: {error}): it must be JSON with "
+                                 "weight_map, the file of each tensor") from None
+        else:
+            places = dict.fromkeys(self._open(file).keys(), file) if file.exists() else {}
+        for name, shard in places.items():
+            if not shard.is_file() or name not in self._names(shard):
+                raise ValueError(f"{listed} says that {name} is in {shard.name}, "
+                                 f"{'which lacks it' if shard.is_file() else 'which is missing'}: copy the folder anew")
+            if (dtype := self._open(shard).get_slice(name).get_dtype()) not in _FLOATS:
+                raise ValueError(f"{shard} has {name} in {dtype}: it must be one of {', '.join(_FLOATS)}")
+        return places
+
+    def _names(self, file: Path) -> set[str]:
+        if file not in self._known:
+            self._known[file] = set(self._open(file).keys())
+        return self._known[file]
 
     def _open(self, file: Path) -> Any:
         if file not in self._handles:
@@ -136,7 +172,7 @@ def portable(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_names_alone(folder: Path) -> bool:
-    """Whether all in a folder has the name of a neutral checkpoint's file, so that nothing of a person's goes with it."""
+    """Whether all in a folder has the name of a neutral checkpoint's file: nothing of a person's goes with it."""
     return folder.is_dir() and all(_OWN.fullmatch(file.name) and not file.is_dir() for file in folder.iterdir())
 
 

@@ -120,7 +120,7 @@ def test_an_export_is_of_its_own_source_alone(run, tmp_path, capsys):
     marker = json.loads((out / "complete.json").read_text())
     del marker["source"]  # an older version's
     (out / "complete.json").write_text(json.dumps(marker))
-    assert "step 4 that it does not name" in refused(export, [str(step_4), "--out", str(out)], capsys)
+    assert "step 4 it does not name" in refused(export, [str(step_4), "--out", str(out)], capsys)
 
 
 def test_a_resume_makes_a_damaged_neutral_form_anew(run, tmp_path):
@@ -242,6 +242,11 @@ def test_damage_at_equal_size_is_passed_over(run, tmp_path, capsys):
     content[len(content) // 2] ^= 255
     damaged.write_bytes(content)
     assert newest_complete(copy) == damaged  # its size is right
+    options = ["--pairs", "2", "--lengths", "8", "--rows", "8", "--device", "cpu"]
+    assert "is damaged: the bytes of it are not" in refused(evaluate, [str(damaged), *options], capsys)
+    with pytest.warns(UserWarning, match="step=000006.ckpt is damaged.*checksum"):
+        evaluate.main([str(copy), *options])  # a run's folder gives the newest whole one
+    assert json.loads((copy / "evaluation.json").read_text())["step"] == 4
     with pytest.warns(UserWarning, match="step=000006.ckpt is damaged.*checksum"):
         pretrain.main([*TINY, "--run_dir", str(copy), "--resume", "auto"])
     assert losses(copy) == losses(run)
@@ -252,6 +257,7 @@ def test_damage_at_equal_size_is_passed_over(run, tmp_path, capsys):
     weights.write_bytes(content)
     message = refused(pretrain, [*TINY, "--run_dir", str(tmp_path / "x"), "--resume", str(weights.parent)], capsys)
     assert "is damaged: the bytes of weights.safetensors" in message
+    assert "is damaged: the bytes of weights.saf" in refused(evaluate, [str(weights.parent), *options], capsys)
 
 
 def test_a_folder_of_pickles_is_trusted_in_a_run_alone(tmp_path, capsys):
