@@ -21,23 +21,8 @@ from recipes.benchmarks import ahead, decode, operators, sweep
 from recipes.benchmarks.contenders import CONTENDERS, pick
 from recipes.benchmarks.measure import Shape, machine, pick_device, pick_dtype
 from recipes.benchmarks.record import Record
+from recipes.benchmarks.request import DEFAULTS, check, check_out
 from recipes.console import bad_input
-
-# By device: cuda, cpu.
-DEFAULTS = {
-    "shapes": (["8x4096x16x64", "4x4096x16x128"], ["2x256x2x32"]),
-    "dtype": ("bfloat16", "float32"),
-    "rows": (list(CONTENDERS), ["vla-chunked", "vla-loop", "sdpa", "deltanet"]),
-    "sweep": ([2**i for i in range(8, 18)], [64, 128, 256, 512]),
-    "sweep_rows": (["vla", "vla-recurrent", "sdpa", "deltanet", "linear", "mesanet-30"], ["vla-chunked", "sdpa"]),
-    "tokens": (131_072, 512),
-    "heads": (16, 2),
-    "dim": (64, 32),
-    "decode": ([1_000, 1_000_000], [100, 2_000]),
-    "decode_batch": (8, 1),
-    "compile_jobs": (8, 0),
-}
-
 
 def parse(argv: list[str] | None) -> Namespace:
     parser = ArgumentParser(prog="python -m recipes.benchmark", description=__doc__.splitlines()[0])
@@ -66,23 +51,25 @@ def parse(argv: list[str] | None) -> Namespace:
 def main(argv: list[str] | None = None) -> None:
     args, console = parse(argv), Console(width=None if sys.stdout.isatty() else 150)
     with bad_input():
+        check(args)
         device = pick_device(args.device)
         dtype, shapes = pick_dtype(args.dtype), [Shape.parse(text) for text in args.shapes]
         rows, sweep_rows, host = pick(args.rows), pick(args.sweep_rows), machine(device)
         out = Path(args.out or f"benchmarks/{host['card'].split(' (')[0].replace(' ', '-').lower()}.json")
-        record = Record(out)
+        check_out(out)
+        record, lengths = Record(out), [T for T in args.sweep if T <= args.tokens]
     report, setting = {"machine": host}, (dtype, device, args.readout, record)
     if args.compile_jobs:
-        one = [Shape(args.tokens // T, T, args.heads, args.dim) for T in args.sweep[:1]]
+        one = [Shape(args.tokens // T, T, args.heads, args.dim) for T in lengths[:1]]
         ahead.compile_ahead([*product(rows, shapes), *product(sweep_rows, one)], *setting[:3], args.compile_jobs, console)
     for shape in shapes:
         errors = {row.name: operators.error(row, shape.D, *setting) for row in rows if row.ours}
         found = [operators.measure(row, shape, *setting) for row in track(rows, str(shape), console=console)]
         console.print(operators.table(f"{shape} (B, T, H, D), {args.dtype}, {host['card']}", found, errors))
         report[str(shape)] = {"rows": found, "errors": errors}
-    if args.sweep:
-        found = sweep.run(sweep_rows, args.sweep, args.tokens, args.heads, args.dim, *setting,
-                          lambda lengths: track(lengths, "lengths", console=console))
+    if lengths:
+        found = sweep.run(sweep_rows, lengths, args.tokens, args.heads, args.dim, *setting,
+                          lambda those: track(those, "lengths", console=console))
         console.print(sweep.table(found, args.tokens))
         title = f"{host['card']}, {args.dtype}, {args.heads} heads of {args.dim}"
         report["sweep"] = sweep.save_figure(found, args.tokens, title, out.with_suffix(".png"))
@@ -92,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         console.print(decode.table(found))
         report["decode"] = found
     record.save(report=report)
-    console.print(f"written: {out}" + (f" and {out.with_suffix('.png')}" if args.sweep else ""), soft_wrap=True)
+    console.print(f"written: {out}" + (f" and {out.with_suffix('.png')}" if lengths else ""), soft_wrap=True)
 
 
 if __name__ == "__main__":

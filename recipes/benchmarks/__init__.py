@@ -1,5 +1,6 @@
 """The measurements behind `python -m recipes.benchmark`: one experiment a file.
 
 `operators` latency, memory and error at given shapes · `sweep` latency over T at constant B·T · `decode` one token after a
-short and a long past. `contenders` is who is measured, `measure` how, `record` where results are kept.
+short and a long past. `contenders` is who is measured, `measure` how, `record` where results are kept,
+`request` what can be asked for.
 """

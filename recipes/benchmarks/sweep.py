@@ -11,9 +11,9 @@ from recipes.benchmarks.measure import Shape
 
 
 def run(rows, lengths, tokens, heads, dim, dtype, device, readout, record, progress) -> dict[int, list[dict]]:
-    """{T: rows of operators.measure} with B = tokens / T."""
+    """{T: rows of operators.measure} with B = tokens / T, at least 1 for each of the lengths."""
     found = {}
-    for T in progress([T for T in lengths if T <= tokens]):
+    for T in progress(lengths):
         shape = Shape(tokens // T, T, heads, dim)
         found[T] = [operators.measure(row, shape, dtype, device, readout, record) for row in rows]
     return found

@@ -99,11 +99,25 @@ def test_crossing():
     (["--shapes", "8x4096x16"], "shape '8x4096x16' is not of the form BxTxHxD"),
     (["--rows", "vlaa"], "no row is called 'vlaa'; choose from vla,"),
     (["--dtype", "int8"], "--dtype is 'int8'; choose bfloat16"),
+    (["--sweep", "0"], "--sweep has 0: give lengths of at least 1 token"),
+    (["--sweep", "1024", "--tokens", "512"], "give shorter lengths, or --tokens of at least 1024"),
+    (["--compile_jobs", "-2"], "--compile_jobs is -2: give a number of processes, or 0"),
+    (["--device", "tpu"], "--device is 'tpu': choose auto or cpu or cuda"),
+    (["--readout", "none"], "--readout is 'none': choose headwise or normalized"),
+    (["--decode", "-1"], "--decode has -1: give lengths of at least 1 token"),
+    (["--decode_batch", "0"], "--decode_batch is 0: give a whole number, at least 1"),
+    (["--heads", "0"], "--heads is 0: give a whole number, at least 1"),
+    (["--rows"], "--rows is empty: name a row, or give --shapes with nothing after it"),
+    (["--out", "."], "--out . is a folder: name a file in it, for example record.json"),
+    (["--out", "figure.png"], "use figure.json"),
+    (["--out", "/dev/null/record.json"], "cannot be written in /dev/null"),
 ])
 def test_bad_input_is_one_message(arguments, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         benchmark.main(["--device", "cpu", "--out", str(tmp_path / "r.json"), *arguments])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert stop.value.code == 2 and message in told and told.startswith("error: ") and told.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_file_is_not_overwritten(tmp_path, capsys):
