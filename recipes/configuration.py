@@ -8,8 +8,17 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from callbacks import (FiniteGuard, GradientNorms, JsonlLogger, RunCheckpoint, SameKernels, StartReport, StateNorms,
-                       Throughput, progress_bar)
+from callbacks import (
+    FiniteGuard,
+    GradientNorms,
+    JsonlLogger,
+    RunCheckpoint,
+    SameKernels,
+    StartReport,
+    StateNorms,
+    Throughput,
+    progress_bar,
+)
 from callbacks.preemption import Preemption
 from callbacks.run_folder import RunFolder, default_run_dir, resume_point
 from recipes.cluster import check_task
