@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from callbacks.checkpoint import RunCheckpoint
 
 REQUEUE = 85  # Linux's ERESTART; no code of Python, of a shell or of a signal's death
+LAUNCHER = "VLA_LM_LAUNCHER"  # id of the process that starts the ranks of this machine, where Lightning starts them
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
@@ -50,7 +52,7 @@ class Preemption(Callback):
     def __init__(self, checkpoint: RunCheckpoint, under_scheduler: bool = False) -> None:
         self.checkpoint, self.under_scheduler = checkpoint, under_scheduler
         self.received: signal.Signals | None = None
-        self._step, self._leaving_by = 0, None
+        self._step, self._leaving_by, self._begun = 0, None, Event()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -60,16 +62,26 @@ class Preemption(Callback):
         before = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:  # the rendezvous waits in C++, where no handler of Python's is run
             signal.signal(number, signal.SIG_DFL)
+        Thread(target=self._end_with, args=(int(os.environ.setdefault(LAUNCHER, str(os.getpid()))),), daemon=True).start()
         try:
             yield
         except Preempted:
             before = dict.fromkeys(SIGNALS, signal.SIG_IGN)
             raise
         finally:
+            self._begun.set()
+            os.environ.pop(LAUNCHER, None)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _end_with(self, launcher: int) -> None:
+        """Ends a rank whose launcher was ended during the start: it would wait for it until the rendezvous gives up."""
+        while os.getpid() != launcher and not self._begun.wait(1.0):
+            if os.getppid() != launcher:
+                os._exit(128 + signal.SIGTERM)
+
     def _listen(self) -> None:
+        self._begun.set()
         for number in SIGNALS:
             signal.signal(number, self._receive)
 
