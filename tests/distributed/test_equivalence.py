@@ -20,9 +20,8 @@ import torch
 
 import run
 from callbacks import read_metrics
-from data.corpus import Corpus
 from data.mqar import MQARDataModule
-from data.token_store import StoreRequest, prepare_store
+from store import write_store
 from vla_lm.memory_plan import Sharding, plan_memory
 
 RUN = Path(__file__).with_name("run.py")
@@ -40,14 +39,7 @@ def start(folder, store, cases, **environment):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    texts, store = folder / "texts", folder / "store"
-    texts.mkdir()
-    words = "the state of the union is a message on law, trade and the rivers of this land".split()
-    for index in range(12):
-        picks = torch.randint(len(words), (40 + 25 * index,), generator=torch.Generator().manual_seed(index))
-        (texts / f"{index}.txt").write_text(" ".join(words[pick] for pick in picks))
-    prepare_store(store, StoreRequest(Corpus((str(texts),)), 300, None, 0.2), 1)
-    return trained(folder, store, "every_case")
+    return trained(folder, write_store(folder), "every_case")
 
 
 def trained(folder, store, cases):
