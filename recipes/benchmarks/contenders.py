@@ -5,17 +5,15 @@ ones: its feature map, normalisations and read-out are inside what is timed.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import vla
+from recipes.benchmarks import peers
 from recipes.benchmarks.measure import Shape
 
 
@@ -70,54 +68,6 @@ def vla_row(name: str, label: str, **ours) -> Contender:
     return Contender(name, label, prepare, ours)
 
 
-def _sdpa(x):
-    inputs = [x[name] for name in "qkv"]
-    flash = inputs[0].is_cuda and inputs[0].dtype in (torch.float16, torch.bfloat16)
-
-    def call():
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
-            return F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in inputs), is_causal=True)
-    return call, inputs
-
-
-def _peer(module: str, function: str, use: Callable):
-    return lambda x: use(getattr(import_module(f"fla.ops.{module}"), function), x)
-
-
-def _linear(f, x):
-    return lambda: f(x["q"], x["unit"], x["v"], normalize=False)[0], [x["q"], x["unit"], x["v"]]
-
-
-def _deltanet(f, x):
-    beta = x["beta"].detach().to(x["q"].dtype).requires_grad_()
-    return lambda: f(x["q"], x["unit"], x["v"], beta)[0], [x["q"], x["unit"], x["v"], beta]
-
-
-def _gated(f, x):
-    inputs = [x[name] for name in ("q", "unit", "v", "g", "beta")]
-    return lambda: f(*inputs)[0], inputs
-
-
-def _comba(f, x):
-    read = (0.9 * x["unit"].detach()).requires_grad_()
-    inputs = [x["q"], x["unit"], x["v"], read, x["g"], x["beta"]]
-    return lambda: f(*inputs)[0], inputs
-
-
-def _preconditioned(f, x):
-    gate, strength = (x[name].detach().clone().requires_grad_() for name in ("g", "beta"))
-    inputs = [x["q"], x["unit"], x["v"], gate, x["g"], strength, x["beta"]]
-    return lambda: f(*inputs)[0], inputs
-
-
-def _mesa(iterations: int):
-    def use(f, x):
-        penalty = torch.full(x["q"].shape[2:], 0.25, device=x["q"].device, requires_grad=True)
-        inputs = [x["q"], x["unit"], x["v"], x["g"], x["beta"], penalty]
-        return lambda: f(*inputs, max_CG_iteration=iterations)[0], inputs
-    return use
-
-
 CONTENDERS = {row.name: row for row in (
     vla_row("vla", "VLA, chunk-parallel (Triton)", backend="triton"),
     vla_row("vla-key", "VLA, u = unit key (Triton)", backend="triton", keys=True),
@@ -125,15 +75,15 @@ CONTENDERS = {row.name: row for row in (
     vla_row("vla-recurrent", "VLA, fused recurrent (Triton)", backend="recurrent"),
     vla_row("vla-chunked", "VLA, chunked (PyTorch)", backend="chunked"),
     vla_row("vla-loop", "VLA, token loop in Python", backend="reference"),
-    Contender("sdpa", "softmax attention (SDPA)", _sdpa),
-    Contender("linear", "linear attention (fla)", _peer("linear_attn", "chunk_linear_attn", _linear)),
-    Contender("deltanet", "DeltaNet (fla)", _peer("delta_rule", "chunk_delta_rule", _deltanet)),
-    Contender("gated-deltanet", "gated DeltaNet (fla)", _peer("gated_delta_rule", "chunk_gated_delta_rule", _gated)),
-    Contender("mesanet-15", "MesaNet, 15 iterations (fla)", _peer("mesa_net", "chunk_mesa_net", _mesa(15))),
-    Contender("mesanet-30", "MesaNet, 30 iterations (fla)", _peer("mesa_net", "chunk_mesa_net", _mesa(30))),
-    Contender("comba", "Comba (fla)", _peer("comba", "chunk_comba", _comba)),
+    Contender("sdpa", "softmax attention (SDPA)", peers.sdpa),
+    Contender("linear", "linear attention (fla)", peers.peer("linear_attn", "chunk_linear_attn", peers.linear)),
+    Contender("deltanet", "DeltaNet (fla)", peers.peer("delta_rule", "chunk_delta_rule", peers.deltanet)),
+    Contender("gated-deltanet", "gated DeltaNet (fla)", peers.peer("gated_delta_rule", "chunk_gated_delta_rule", peers.gated)),
+    Contender("mesanet-15", "MesaNet, 15 iterations (fla)", peers.peer("mesa_net", "chunk_mesa_net", peers.mesa(15))),
+    Contender("mesanet-30", "MesaNet, 30 iterations (fla)", peers.peer("mesa_net", "chunk_mesa_net", peers.mesa(30))),
+    Contender("comba", "Comba (fla)", peers.peer("comba", "chunk_comba", peers.comba)),
     Contender("preconditioned", "preconditioned gated DeltaNet (fla)",
-              _peer("precond_gated_delta_rule", "chunk_precond_gated_delta_rule", _preconditioned)),
+              peers.peer("precond_gated_delta_rule", "chunk_precond_gated_delta_rule", peers.preconditioned)),
 )}
 
 

@@ -13,7 +13,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory):
     reason = missing()
-    if reason:
+    if reason:  # SLURM's daemons are system packages: the reason names the one that is not installed
         pytest.skip(reason)
     with OneMachineSlurm(tmp_path_factory.mktemp("slurm")) as running:
         yield running
