@@ -239,7 +239,7 @@ def value_block(dk: int, dv: int, programs: int, device: torch.device) -> int:
     """Columns of the state a program of the sequential pass takes: few enough that all processors have work."""
     block = min(dv, 64)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    while block > 16 and programs * (dv // block) < 2 * processors:
+    while block > 16 and programs * (dv // block) < 1.9 * processors:
         block //= 2
     return block
 

@@ -87,22 +87,24 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
 
 
 @triton.jit
-def inverse_kernel(matrices, inverses, D: tl.constexpr):
+def inverse_kernel(matrices, inverses, D: tl.constexpr, AXIS: tl.constexpr):
     """Inverses of symmetric positive definite float64 matrices by symmetric sweeps, one program a matrix.
 
     A sweep of column c with pivot p is M − x xᵀ/p − 2 e eᵀ for x = c − e: no case for row and column of the pivot, and
     the last term, which no later sweep reads, is left to the end. After all sweeps M has become −M⁻¹. Where p is large
     the row c/p comes out of a cancellation, p times float64's rounding: 1e-10 after a million tokens. A step sweeps two
-    columns, for its latency is that of the exchanges.
+    columns, for its latency is that of the exchanges: rows (AXIS 0) take fewer where few warps share M.
     """
     program = tl.program_id(0).to(tl.int64)
     line = tl.arange(0, D)
     r, c = line[:, None], line[None, :]
     at = r * D + c
+    along = r if AXIS == 0 else c
     M = tl.load(matrices + program * D * D + at)
     for i in range(0, D // 2):
         j = 2 * i
-        first, second = tl.sum(tl.where(c == j, M, 0.0), 1), tl.sum(tl.where(c == j + 1, M, 0.0), 1)
+        first = tl.sum(tl.where(along == j, M, 0.0), AXIS)
+        second = tl.sum(tl.where(along == j + 1, M, 0.0), AXIS)
         pivot = tl.sum(tl.where(line == j, first, 0.0), 0)
         across = tl.sum(tl.where(line == j + 1, first, 0.0), 0)
         first = tl.where(line == j, first - 1.0, first)
@@ -135,5 +137,5 @@ def stretch_starts(u: Tensor, M0: Tensor, table: Tables, *, feature_map: str, fr
         num_warps=4 if d < 128 else 8)
     M_last = scan(matrices, table, 2, M0)
     inverses = matrices if wide else torch.empty_like(matrices, dtype=torch.float32)
-    inverse_kernel[grid](matrices, inverses, D=d, num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
+    inverse_kernel[grid](matrices, inverses, D=d, AXIS=0 if d < 128 else 1, num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
     return directions, inverses, M_last
