@@ -37,7 +37,7 @@ def run(call, precision: str | None = None) -> Output:
     elif precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; choose one of {', '.join(map(repr, PRECISIONS))}")
     rule, state = call.write_rule, call.initial_state
-    (batch, tokens, heads, dk), n = call.q.shape, call.sequences
+    batch, tokens, heads, dk = call.q.shape
 
     def line(x):
         return None if x is None else x.reshape(batch * tokens, *x.shape[2:]).contiguous()
@@ -45,9 +45,9 @@ def run(call, precision: str | None = None) -> Output:
     M0 = None
     if rule in PENALTY_RULES:
         if state is None:
-            M0 = torch.diag_embed(call.penalty[None, :, None].expand(n, heads, dk))
+            M0 = call.penalty  # of each head, times the identity
         else:
-            M0 = checked_inverse(state.full_penalty_inverse().flatten(0, 1)).view(n, heads, dk, dk)
+            M0 = checked_inverse(state.full_penalty_inverse().flatten(0, 1)).view(-1, heads, dk, dk)
     S0 = z0 = None
     if state is not None:
         S0 = state.S.float().mT.contiguous()
@@ -180,7 +180,8 @@ def backward_op(do: Tensor, dM_last: Tensor | None, dS_last: Tensor | None, dz_l
             do, dS_last, dz_last, keys, v, beta, g, o, memory, table, p)
         if M0 is not None:
             du, dM0 = write_direction.map_backward(
-                dw, k, u, write, table, dk, dM_last, **_map_options(rule, erase_key, feature_map, u_scale, p))
+                dw, k, u, write, table, dk, dM_last, diagonal=M0.dim() == 1,
+                **_map_options(rule, erase_key, feature_map, u_scale, p))
     return [q.new_empty(0) if x is None else x for x in (dq, dk, dv, du, dbeta, dg, dM0, dS0, dz0)]
 
 

@@ -95,7 +95,7 @@ def check_error(call, past: bool = False, gradients: bool = True) -> float:
             if gradients:
                 loss = sum((x.double() * weight).sum() for x, weight in zip(results[-1], weights))
                 results[-1] += torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    pairs = [(x.double(), y.double()) for x, y in zip(*results) if x is not None and y is not None]
+    pairs = [(x.detach().double(), y.detach().double()) for x, y in zip(*results) if x is not None and y is not None]
     if not all(bool(torch.isfinite(x).all()) for x, _ in pairs):
         return float("inf")
     return max(float((x - y).norm() / y.norm().clamp(min=1e-6)) for x, y in pairs)

@@ -238,8 +238,10 @@ def unit_rows_gradient(x, dy):
 
 @triton.jit
 def scan_kernel(x, initial, total, sequences, H, SIZE, COLUMN: tl.constexpr, REVERSE: tl.constexpr,
-                HAS_INITIAL: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+                HAS_INITIAL: tl.constexpr, DIAGONAL: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Exclusive sums along each sequence, in place, on top of `initial`; the sums with the last one to `total`.
+
+    DIAGONAL: D where `initial` holds a multiple of the D x D identity for each head, else 0.
 
     GROUP addends are loaded at once: one at a time, the pass would wait for memory at every step.
     """
@@ -252,7 +254,9 @@ def scan_kernel(x, initial, total, sequences, H, SIZE, COLUMN: tl.constexpr, REV
     end = tl.load(sequences + sequence * 6 + COLUMN + 1)
     inside = place < SIZE
     carry = tl.zeros([BLOCK], x.dtype.element_ty)
-    if HAS_INITIAL:
+    if DIAGONAL > 0:
+        carry += tl.where(place // DIAGONAL == place % DIAGONAL, tl.load(initial + head), 0.0).to(carry.dtype)
+    elif HAS_INITIAL:
         carry += tl.load(initial + line * SIZE + place, mask=inside, other=0).to(carry.dtype)
     for i in range(0, (end - first + GROUP - 1) // GROUP):
         step = i * GROUP + tl.arange(0, GROUP)
@@ -268,12 +272,14 @@ def scan_kernel(x, initial, total, sequences, H, SIZE, COLUMN: tl.constexpr, REV
 def scan(x: Tensor, table: Tables, column: int, initial: Tensor | None = None, reverse: bool = False) -> Tensor:
     """Turn x [NC or NS, H, ...] into its exclusive sums along each sequence, in place; returns the totals [N, H, ...].
 
-    column: 0 for a tensor by chunks, 2 by stretches. reverse: sums of what comes later. initial: [N, H, ...].
+    column: 0 for a tensor by chunks, 2 by stretches. reverse: sums of what comes later. initial:
+    [N, H, ...], or [H] for multiples of the identity under x [..., D, D].
     """
     total = x.new_empty(len(table.sequences), *x.shape[1:])
     heads, size = x.shape[1], x[0, 0].numel()
     block = min(256, triton.next_power_of_2(size))
     grid = (len(table.sequences) * heads * triton.cdiv(size, block),)
+    diagonal = x.shape[-1] if initial is not None and initial.dim() == 1 else 0
     scan_kernel[grid](x, initial, total, table.sequences, heads, size, COLUMN=column, REVERSE=reverse,
-                      HAS_INITIAL=initial is not None, GROUP=8, BLOCK=block, num_warps=4)
+                      HAS_INITIAL=initial is not None, DIAGONAL=diagonal, GROUP=8, BLOCK=block, num_warps=4)
     return total

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.triton_common import (CHUNK, LEAF, Precision, Tables, dot, dot_apart, dot_onto, dot_wide, feature,
                                    feature_slope, load, places, scan, token_places, unit_rows, unit_rows_gradient)
-from kernels.triton_stretch_starts import stretch_starts
+from kernels.triton_stretch_starts import from_grid, stretch_starts
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, 
     for i in range(0, (end - token + C - 1) // C):
         tl.store(starts + ((chunk + i).to(tl.int64) * H + head) * (D * D) + square, A)
         for j in range(0, C // N):
-            U, base_now, mask_now = ahead, base, mask
+            U, base_now, mask_now = ahead if WIDE else from_grid(ahead) * SCALE, base, mask
             base, _, mask = token_places(token + i * C + (j + 1) * N, end, head, H, N)
             ahead = tl.load(directions + base * D + columns, mask=mask[None, :], other=0)
             eye = tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
@@ -241,8 +241,9 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
                 unit: bool, precision: Precision, fused: bool = False) -> tuple[Map, Tensor]:
     """The map, and M after the last token [N, H, D, D] float64.
 
-    k, u [tokens, H, D] raw (u None: the unit key); x = k̂, or φ(k) where raw; M0 [N, H, D, D] float64. fused: what
-    runs over chunks anyway may be left to the caller's next kernel (`Map.pending`).
+    k, u [tokens, H, D] raw (u None: the unit key); x = k̂, or φ(k) where raw; M0 float64 [N, H, D, D], or [H]
+    for multiples of the identity. fused: what runs over chunks anyway may be left to the caller's next kernel
+    (`Map.pending`).
     """
     tokens, heads, d = k.shape
     from_key, device = u is None, k.device
@@ -270,10 +271,10 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
 
 
 def map_backward(dw: Tensor, k: Tensor, u: Tensor | None, x: Map, table: Tables, dk: Tensor, dM_last: Tensor | None, *,
-                 feature_map: str, scale: float, raw: bool, unit: bool,
+                 diagonal: bool, feature_map: str, scale: float, raw: bool, unit: bool,
                  precision: Precision) -> tuple[Tensor | None, Tensor]:
     """Gradient of `map_forward` for dw and dM_last, down to the raw inputs: adds the key's part to dk, returns du (None
-    where u is the key) and dM0 [N, H, D, D] float64."""
+    where u is the key) and dM0 float64, [N, H, D, D] or where M0 was `diagonal` [H]."""
     tokens, heads, d = k.shape
     b = torch.empty(tokens, heads, d, dtype=precision.store, device=k.device)
     outer = torch.empty(len(table.chunks), heads, d, d, dtype=torch.float32, device=k.device)
@@ -286,4 +287,6 @@ def map_backward(dw: Tensor, k: Tensor, u: Tensor | None, x: Map, table: Tables,
     direction_gradient_kernel[grid](k if u is None else u, k, x.w, x.norms, b, outer, du, dk, table.chunks, heads,
                                     F=feature_map, FROM_KEY=u is None, RAW=raw, UNIT=unit, SCALE=scale, D=d, C=CHUNK,
                                     P=precision.reading, num_warps=nw)
+    if diagonal:
+        total = total.diagonal(dim1=-2, dim2=-1).double().sum((0, 2))
     return du, total.double() * -0.5

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from rich.table import Table
 
 from kernels import State, vla, vla_step
-from recipes.benchmarks.measure import Shape, machine, median_ms, reason
+from recipes.benchmarks.measure import Shape, launched_ms, machine, median_ms, reason
 from recipes.benchmarks.record import Record, code_digest
 
 PIECE = 65_536  # tokens of the past worked on at once
@@ -57,7 +57,7 @@ def _measure(past, batch, heads, dim, dtype, device) -> dict:
     def step():
         vla_step(*x, state, readout="headwise")
 
-    result = {"step_ms": median_ms(step, device), "state_bytes": state_bytes(state), "error": error,
+    result = {"step_ms": launched_ms(step), "state_bytes": state_bytes(state), "error": error,
               "cache_bytes": 2 * batch * past * heads * dim * dtype.itemsize}
     if device.type == "cuda":
         from triton.testing import do_bench_cudagraph
@@ -71,7 +71,7 @@ def _measure(past, batch, heads, dim, dtype, device) -> dict:
 
 def table(rows: list[dict]) -> Table:
     result = Table(title="one decoded token, one layer")
-    for column in ("past tokens", "rows", "VLA, ms", "in a CUDA graph, ms", "SDPA on its cache, ms", "VLA's state, MB",
+    for column in ("past tokens", "rows", "VLA from Python, ms", "in a CUDA graph, ms", "SDPA on its cache, ms", "VLA's state, MB",
                    "SDPA's cache, MB", "error of o"):
         result.add_column(column, justify="right")
     for row in rows:

@@ -82,10 +82,12 @@ def save_figure(found, tokens: int, title: str, path: Path) -> dict:
             at = crossed.get(row, {}).get(name)
             if at is not None and at > lowest:
                 axes.axvline(at, color=line.get_color(), ls=":", lw=1)
-                axes.annotate(f"{at:,.0f}", (at, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=7,
-                              color=line.get_color(), ha="right")
-        axes.set(xscale="log", yscale="log", xlabel=f"T (B·T = {tokens:,})", ylabel="ms", title=heading)
+                axes.annotate(f"{at:,.0f}", (at, 1.01), xycoords=("data", "axes fraction"), rotation=90, fontsize=7,
+                              color=line.get_color(), ha="center", va="bottom")
+        axes.set(xscale="log", yscale="log", xlabel=f"T (B·T = {tokens:,})", ylabel="ms")
+        axes.set_title(heading, pad=28)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     canvas.suptitle(title, fontsize=10)

@@ -72,6 +72,7 @@ def test_compiled_checkpointed_and_self_checked_in_the_interpreter(interpreted):
     assert interpreted["self-check"]["error"] < 1e-4
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels take CPU tensors")
 def test_what_the_kernels_do_not_take_is_said():
     q = torch.randn(1, 3, 1, 16)
     with pytest.raises(ValueError, match="CUDA tensors only, not cpu ones.*backend='chunked'"):
