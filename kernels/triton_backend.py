@@ -52,10 +52,13 @@ def run(call, precision: str | None = None) -> Output:
     if state is not None:
         S0 = state.S.float().mT.contiguous()
         z0 = None if state.z is None else state.z.float().contiguous()
+    inputs = (call.q, call.k, call.v, call.u, call.beta, call.g, M0, S0, z0)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     results = forward_op(
         line(call.q), line(call.k), line(call.v), line(call.u), line(None if rule == "linear" else call.beta),
         line(call.g), M0, S0, z0, batch, None if call.bounds is None else list(call.bounds), rule, call.erase_key,
-        call.feature_map, call.readout == "normalized", 1.0 if call.u_scale == "unit" else dk ** -0.5, precision)
+        call.feature_map, call.readout == "normalized", 1.0 if call.u_scale == "unit" else dk ** -0.5, precision,
+        keep)
     o, M_last, S_last, z_last = results[:4]
     final = diagnostics = None
     if call.output_final_state:
@@ -120,8 +123,9 @@ def _on(x: Tensor):
 def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor | None, g: Tensor | None,
                M0: Tensor | None, S0: Tensor | None, z0: Tensor | None, rows: int, bounds: Sequence[int] | None,
                rule: str, erase_key: str, feature_map: str, normalized: bool, u_scale: float,
-               precision: str) -> list[Tensor]:
-    """o, M_last, S_last, z_last and what NAMES lists, on the line of tokens; empty tensors for what a rule has not."""
+               precision: str, keep: bool) -> list[Tensor]:
+    """o, M_last, S_last, z_last and what NAMES lists, on the line of tokens; empty tensors for what a rule has not, or,
+    unless keep, for what only the backward pass reads."""
     p, table = _forward_precision(precision, k, v, u, M0, S0, rows, bounds, erase_key), _tables(k, rows, bounds)
     write = M_last = None
     with _on(q):
@@ -130,7 +134,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor |
                 k, u, M0.contiguous(), table, **_map_options(rule, erase_key, feature_map, u_scale, p), fused=True)
         keys = _plan(k, write, rule, erase_key, feature_map, q)
         o, S_last, z_last, memory = delta_rule.memory_forward(keys, v, beta, g, S0, z0, normalized, table, p,
-                                                              DENOMINATOR_EPS, HEAD_NORM_EPS, write)
+                                                              DENOMINATOR_EPS, HEAD_NORM_EPS, write, keep)
     E = memory.E if keys.erase else None
     mapping = (None,) * 4 if write is None else (write.w, write.norms, write.starts, write.factors)
     kept = (M_last, S_last, z_last, *mapping, memory.inverse, memory.Z, E, memory.states, memory.z, memory.scales)
@@ -138,7 +142,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor |
 
 
 @forward_op.register_fake
-def _(q, k, v, u, beta, g, M0, S0, z0, rows, bounds, rule, erase_key, feature_map, normalized, u_scale, precision):
+def _(q, k, v, u, beta, g, M0, S0, z0, rows, bounds, rule, erase_key, feature_map, normalized, u_scale, precision, keep):
     tokens, heads, dk = k.shape
     dv, p = v.shape[-1], _forward_precision(precision, k, v, u, M0, S0, rows, bounds, erase_key)
     if bounds is None:
@@ -156,9 +160,10 @@ def _(q, k, v, u, beta, g, M0, S0, z0, rows, bounds, rule, erase_key, feature_ma
         tensor(penal and rule == "unit", tokens, heads),
         *(tensor(penal, *shape, dk, dtype=torch.float64 if p.wide else torch.float32)
           for shape in ((chunks, heads, dk), (tokens, heads))),
-        tensor(erase, chunks * heads, CHUNK, CHUNK, dtype=p.store), tensor(erase, tokens, heads, dk, dtype=p.store),
-        tensor(erase, tokens, heads, dv, dtype=p.store), tensor(True, chunks, heads, dk, dv, dtype=p.store),
-        tensor(normalized, chunks, heads, dk), tensor(True, tokens, heads)]
+        tensor(erase and keep, chunks * heads, CHUNK, CHUNK, dtype=p.store),
+        *(tensor(erase, tokens, heads, size, dtype=p.store) for size in (dk, dv)),
+        tensor(True, chunks, heads, dk, dv, dtype=p.store), tensor(normalized, chunks, heads, dk),
+        tensor(True, tokens, heads)]
 
 
 @torch.library.custom_op("vla_kernels::backward", mutates_args=())
@@ -196,7 +201,7 @@ def _(do, dM_last, dS_last, dz_last, q, k, v, u, beta, g, M0, o, kept, rows, bou
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, u, beta, g, M0, S0, z0, *ctx.options = inputs
+    q, k, v, u, beta, g, M0, S0, z0, *ctx.options, _ = inputs
     ctx.save_for_backward(q, k, v, u, beta, g, M0, output[0], *output[4:])
     ctx.given = [x is not None for x in (u, beta, g, M0, S0, z0)]
     ctx.set_materialize_grads(False)
@@ -209,7 +214,7 @@ def _backward(ctx, grads):
         do = torch.zeros_like(o)
     dq, dk, dv, *rest = backward_op(do, dM_last, dS_last, dz_last, q, k, v, u, beta, g, M0, o, kept, *ctx.options)
     rest = [x if given else None for x, given in zip(rest, ctx.given)]
-    return dq, dk, dv, *rest, *[None] * len(ctx.options)
+    return dq, dk, dv, *rest, *[None] * (len(ctx.options) + 1)
 
 
 forward_op.register_autograd(_backward, setup_context=_setup)

@@ -104,8 +104,8 @@ def solve_kernel(k, w, v, beta, g, inverse, Y, Z, starts, factors, norms, chunks
                  UNIT: tl.constexpr, HAS_W: tl.constexpr, PENDING: tl.constexpr, HAS_NORMS: tl.constexpr,
                  HAS_BETA: tl.constexpr, HAS_G: tl.constexpr, SMALLEST: tl.constexpr, DK: tl.constexpr,
                  DV: tl.constexpr, C: tl.constexpr, LEAF: tl.constexpr, P: tl.constexpr, SOLVE: tl.constexpr,
-                 READING: tl.constexpr):
-    """T, Y and Z of a chunk; PENDING: also the write keys, from what the map left."""
+                 READING: tl.constexpr, KEEP: tl.constexpr):
+    """Y and Z of a chunk, with KEEP also T; PENDING: also the write keys, from what the map left."""
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program // H, program % H
     token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
@@ -120,7 +120,8 @@ def solve_kernel(k, w, v, beta, g, inverse, Y, Z, starts, factors, norms, chunks
     line = tl.arange(0, C)
     N = masked_decay(dot(K, tl.trans(W), P), G, line[:, None] > line[None, :], HAS_G)
     T = unit_lower_inverse(N * b[:, None], C, LEAF, SOLVE)
-    tl.store(inverse + program * C * C + line[:, None] * C + line[None, :], T.to(inverse.dtype.element_ty))
+    if KEEP:
+        tl.store(inverse + program * C * C + line[:, None] * C + line[None, :], T.to(inverse.dtype.element_ty))
     left = b * tl.exp(G) if HAS_G else b
     tl.store(Z + base + offsets, dot(T, K * left[:, None], P).to(Z.dtype.element_ty), mask=mask)
     base, offsets, mask = places(token, end, head, H, DV, C)
@@ -245,11 +246,12 @@ def value_block(dk: int, dv: int, programs: int, device: torch.device) -> int:
 
 
 def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None, S0: Tensor | None, z0: Tensor | None,
-                   normalized: bool, table: Tables, precision: Precision, floor: float, eps: float, write: Map | None):
+                   normalized: bool, table: Tables, precision: Precision, floor: float, eps: float, write: Map | None,
+                   keep: bool):
     """o [tokens, H, Dv], H after the last token [N, H, Dk, Dv], z likewise [N, H, Dk] or None, and the `Memory`.
 
     v [tokens, H, Dv]; beta, g [tokens, H]; S0 [N, H, Dk, Dv] (transposed!) and z0 [N, H, Dk] float32 or None for zero.
-    write: the map to the write keys, if any; where it is pending, w is filled here.
+    write: the map to the write keys, if any; where it is pending, w is filled here. keep: for a backward pass.
     """
     tokens, heads, dk = keys.k.shape
     dv, device, count = v.shape[-1], v.device, len(table.chunks)
@@ -259,7 +261,8 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
     inverse = Z = None
     E = v
     if keys.erase:
-        inverse = torch.empty(count * heads, CHUNK, CHUNK, dtype=precision.store, device=device)
+        if keep:
+            inverse = torch.empty(count * heads, CHUNK, CHUNK, dtype=precision.store, device=device)
         E = torch.empty(tokens, heads, dv, dtype=precision.store, device=device)
         Z = torch.empty(tokens, heads, dk, dtype=precision.store, device=device)
         pending = write is not None and write.pending
@@ -268,9 +271,10 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
             registers = 168 if pending else 128
         rest = (write.starts, write.factors, write.norms) if pending else (None, None, None)
         solve_kernel[grid](keys.k, keys.w, v, beta, g, inverse, E, Z, *rest, table.chunks, heads, **key_options,
-                           **sizes, PENDING=pending, HAS_NORMS=rest[2] is not None, READING=precision.reading,
+                           **sizes, PENDING=pending, HAS_NORMS=rest[2] is not None, KEEP=keep,
                            HAS_BETA=beta is not None, HAS_G=g is not None, SMALLEST=SMALLEST_BETA, LEAF=LEAF,
-                           P=precision.memory, SOLVE=precision.solve, num_warps=nw, maxnreg=registers)
+                           READING=precision.reading, P=precision.memory, SOLVE=precision.solve, num_warps=nw,
+                           maxnreg=registers)
     states = torch.empty(count, heads, dk, dv, dtype=precision.store, device=device)
     final = torch.empty(len(table.sequences), heads, dk, dv, dtype=torch.float32, device=device)
     lines = len(table.sequences) * heads
