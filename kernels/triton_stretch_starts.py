@@ -11,27 +11,30 @@ from torch import Tensor
 from kernels.triton_common import INTERPRETED, Tables, dot_onto, dot_wide, feature, scan, token_places
 
 
-@triton.jit
-def round_to(x, unit):
-    """The nearest multiple of 1/unit."""
-    return tl.floor(x * unit + 0.5) / unit
+WHOLE = tl.constexpr(12582912.0)  # 3 · 2²²: x + WHOLE holds x rounded to a whole number, |x| < 2²², in its last bits
+BITS = tl.constexpr(0x4B400000)  # of WHOLE
 
 
 @triton.jit
 def on_grid(x):
-    """The nearest multiple of 2⁻¹⁵ in [-1, 1)."""
-    return tl.minimum(round_to(x, 32768.0), 32767.0 / 32768.0)
+    """x in [-1, 1] in units of 2⁻¹⁵, rounded, as a float32 and as the 16 bit integer that holds it, without 2¹⁵ itself.
 
-
-@triton.jit
-def to_grid(x):
-    """Such multiples as 16 bit integers. By adding 3 · 2²², for conversions run at a quarter of the rate of additions."""
-    return ((x * 32768.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int16)
+    By additions, for the GPU converts and rounds at a quarter of their rate.
+    """
+    y = tl.minimum(x * 32768.0 + WHOLE, WHOLE + 32767.0)
+    return y - WHOLE, (y.to(tl.int32, bitcast=True) - BITS).to(tl.int16)
 
 
 @triton.jit
 def from_grid(x):
-    return ((x.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0) * (1 / 32768)
+    return ((x.to(tl.int32) + BITS).to(tl.float32, bitcast=True) - WHOLE) * (1 / 32768)
+
+
+@triton.jit
+def bytes_of(x):
+    """The two parts of whole numbers x = 256 y + z of 16 bits, both bfloat16 without rounding."""
+    high = (x * 0.00390625 + WHOLE) - WHOLE
+    return high, x - 256.0 * high
 
 
 @triton.jit
@@ -55,10 +58,10 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
                 EXACT: tl.constexpr):
     """The unit directions of a stretch, and R rows of their Σ u uᵀ in float64.
 
-    Directions are float64 times SCALE, or multiples of 2⁻¹⁵ (`to_grid`): rounding a unit vector to float32 would leave the
-    span of its repetitions, on the coarse grid sums are exact. Such a vector is a pair of bfloat16 vectors whose products sum
-    up exactly in float32 for GROUP * C = 256 tokens at least, so the sum is exactly that of the directions. EXACT: "bf16",
-    or "ieee" where that is not modelled.
+    Directions are float64 times SCALE, or `on_grid`: rounding a unit vector to float32 would leave the span of its
+    repetitions, on the coarse grid sums are exact. There each is a pair of bfloat16 vectors of whole numbers up to 128,
+    whose products, two a token at most, sum up exactly in float32 for GROUP * C = 512 tokens. So the sum is exactly that of
+    the directions. EXACT: "bf16", or "ieee" where that is not modelled.
     """
     parts: tl.constexpr = D // R
     program = tl.program_id(0).to(tl.int64)
@@ -88,25 +91,26 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
             V = direction_rows(y, mask_now[None, :], F, FROM_KEY, WIDE) * scale if R < D else U
             if WIDE:
                 total += dot_wide(V, tl.trans(U))
+                V *= SCALE
             else:
-                U, V = on_grid(U), on_grid(V)
-                high, high_rows = round_to(U, 128.0), round_to(V, 128.0)
-                low, low_rows = (U - high) * 256.0, (V - high_rows) * 256.0
+                U, kept = on_grid(U)
+                high, low = bytes_of(U)
+                if R < D:
+                    V, kept = on_grid(V)
+                    high_rows, low_rows = bytes_of(V)
+                else:
+                    high_rows, low_rows = high, low
                 large = dot_onto(large, high_rows, tl.trans(high), EXACT)
                 middle = dot_onto(middle, high_rows, tl.trans(low), EXACT)
                 if R < D:  # else it is the transpose
                     middle = dot_onto(middle, low_rows, tl.trans(high), EXACT)
                 small = dot_onto(small, low_rows, tl.trans(low), EXACT)
-            if WIDE:
-                tl.store(directions + at * D + some, V * SCALE, mask=mask_now[None, :])
-            else:
-                tl.store(directions + at * D + some, to_grid(V), mask=mask_now[None, :])
+            tl.store(directions + at * D + some, V if WIDE else kept, mask=mask_now[None, :])
         if not WIDE:
             if R == D:
                 middle += tl.trans(middle)
-            total += large.to(tl.float64) + (middle * 0.00390625).to(tl.float64)
-            total += (small * 1.52587890625e-05).to(tl.float64)
-    tl.store(gram + program * D * D + row[:, None] * D + line[None, :], total * (SCALE * SCALE))
+            total += large.to(tl.float64) * 65536.0 + middle.to(tl.float64) * 256.0 + small.to(tl.float64)
+    tl.store(gram + program * D * D + row[:, None] * D + line[None, :], total * (SCALE * SCALE * (1.0 if WIDE else 2.0 ** -30)))
 
 
 @triton.jit
@@ -144,7 +148,7 @@ def stretch_starts(u: Tensor, M0: Tensor, table: Tables, *, feature_map: str, fr
                    wide: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Unit directions [tokens, H, D], A at the stretches' starts [NS, H, D, D], M after the last token [N, H, D, D] float64.
 
-    Directions are `to_grid` and A float32, or where wide directions times scale and A float64.
+    Directions are `on_grid` and A float32, or where wide directions times scale and A float64.
 
     u [tokens, H, D]: raw directions, or where from_key raw keys, whose features are the directions; M0 [N, H, D, D]
     or, for multiples of the identity, [H], float64.
@@ -157,7 +161,7 @@ def stretch_starts(u: Tensor, M0: Tensor, table: Tables, *, feature_map: str, fr
         u = u.float()  # Triton 3.6 compiles no float64 matmul of what it loads as bfloat16
     gram_kernel[(grid[0] * (d // rows),)](
         u, directions, matrices, table.stretches, heads, F=feature_map, FROM_KEY=from_key, SCALE=scale, D=d, R=rows,
-        C=32 if d < 128 else 64, GROUP=8 if d < 128 else 4, WIDE=wide, EXACT="ieee" if INTERPRETED else "bf16",
+        C=32 if d < 128 else 64, GROUP=16 if d < 128 else 8, WIDE=wide, EXACT="ieee" if INTERPRETED else "bf16",
         num_warps=4 if d < 128 else 8)
     M_last = scan(matrices, table, 2, M0)
     inverses = matrices if wide else torch.empty_like(matrices, dtype=torch.float32)
