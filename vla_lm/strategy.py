@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins import DeepSpeedPrecision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor
 
 from vla_lm.checkpoint_io import AnyCheckpoint
@@ -43,6 +43,12 @@ def check_trainer(trainer: Trainer, backend: str) -> None:
     if backend == "triton" and not cuda and "TRITON_INTERPRET" not in os.environ:
         raise ValueError(f"model.config.backend 'triton' needs CUDA devices, the accelerator here is "
                          f"{type(trainer.accelerator).__name__}: use backend auto")
+    strategy = type(trainer.strategy)
+    plain = issubclass(strategy, DeepSpeedStrategy) and not issubclass(strategy, ShardedStrategy)
+    if plain or not issubclass(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        why = "it divides the loss by the accumulation twice" if plain else "it is not known here"
+        raise ValueError(f"trainer.strategy is Lightning's {strategy.__name__}; {why}: use auto, ddp, zero1, zero2 or "
+                         "zero3, or a file of configs/strategy")
     if trainer.max_steps < 1:
         raise ValueError(f"trainer.max_steps is {trainer.max_steps}: set the number of optimizer steps, the data is endless")
     if trainer.fast_dev_run:
@@ -64,13 +70,13 @@ def check_trainer(trainer: Trainer, backend: str) -> None:
             raise ValueError(
                 f"trainer.{name} is {getattr(trainer, name)}: leave it out, a run's length is trainer.max_steps alone"
             )
-    if isinstance(trainer.strategy, DeepSpeedStrategy) and not cuda:
+    if issubclass(strategy, DeepSpeedStrategy) and not cuda:
         raise ValueError(
-            f"trainer.strategy {type(trainer.strategy).__name__} (DeepSpeed) needs CUDA devices, the accelerator here is "
+            f"trainer.strategy {strategy.__name__} (DeepSpeed) needs CUDA devices, the accelerator here is "
             f"{type(trainer.accelerator).__name__}: use trainer.strategy ddp (several processes) or auto (one)"
         )
     folder = str(getattr(trainer.checkpoint_callback, "dirpath", None) or "")
-    if isinstance(trainer.strategy, DeepSpeedStrategy) and set("*?[") & set(folder):
+    if issubclass(strategy, DeepSpeedStrategy) and set("*?[") & set(folder):
         raise ValueError(f"run_dir leads to {folder}: DeepSpeed takes *, ? and [ in a path for a pattern and would not find "
                          "its checkpoints again; name another folder")
 

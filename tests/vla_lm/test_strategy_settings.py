@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins import DeepSpeedPrecision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, StrategyRegistry
 from torch import nn
 
 from data.loader import WORKER_TIMEOUT_S
@@ -88,6 +88,13 @@ def test_settings_that_belong_elsewhere_are_refused(options, told):
 def test_ranks_give_up_before_half_an_hour_and_after_the_loader(name):
     """The process group gets it in `setup_distributed`, from where both libraries keep it."""
     assert WORKER_TIMEOUT_S < StrategyRegistry.get(name)._timeout.total_seconds() < 30 * 60
+
+
+@pytest.mark.parametrize("strategy", [DeepSpeedStrategy(stage=2), FSDPStrategy()])
+def test_strategies_that_train_otherwise_are_refused(strategy):
+    trainer = SimpleNamespace(accelerator=CUDAAccelerator(), strategy=strategy, max_steps=1, fast_dev_run=False)
+    with pytest.raises(ValueError, match=f"Lightning's {type(strategy).__name__}.*use auto, ddp, zero1, zero2 or zero3"):
+        check_trainer(trainer, "auto")
 
 
 def test_a_folder_that_deepspeed_would_take_for_a_pattern_is_refused(tmp_path):
