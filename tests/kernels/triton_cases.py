@@ -6,6 +6,7 @@ in a test session may have happened already, so `test_triton.py` starts it as a 
 
 import json
 import sys
+import tempfile
 from dataclasses import fields
 
 import torch
@@ -87,6 +88,41 @@ def against_plain(wrap):
             "o without gradient": (o - alone).abs().max().item()}
 
 
+def data_parallel():
+    """Largest difference of the gradients of two ranks under DDP, each with one of two rows, from one process's."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (folder,), nprocs=2)
+        found, truth = torch.load(f"{folder}/0"), _gradients(_Projected(), torch.arange(2))
+    return max((x - y).abs().max().item() for x, y in zip(found, truth, strict=True))
+
+
+class _Projected(torch.nn.Module):
+    """The operator behind a projection, all weights from one seed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = torch.nn.Linear(8, 64)
+
+    def forward(self, x):
+        q, k, v, u = self.project(x).unflatten(-1, (4, 1, 16)).unbind(2)
+        return vla(q, k, v, u, readout="headwise", backend="triton").o
+
+
+def _gradients(model, rows):
+    x = torch.randn(2, 20, 8, generator=torch.Generator().manual_seed(1))
+    (model(x[rows]) * torch.linspace(-1, 1, 16)).mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def _rank(rank, folder):
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    gradients = _gradients(torch.nn.parallel.DistributedDataParallel(_Projected()), torch.tensor([rank]))
+    torch.save(gradients, f"{folder}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
 def self_check():
     """The check that precedes automatic use."""
     from kernels.arguments import check
@@ -108,5 +144,6 @@ if __name__ == "__main__":
     found |= {f"diagnostics of {variant}": diagnostics_errors(variant, packed) for variant, packed in DIAGNOSED}
     found["compiled"] = against_plain(lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))
     found["checkpointed"] = against_plain(lambda f: lambda *inputs: checkpoint(f, *inputs, use_reentrant=False))
+    found["data parallel"] = {"gradients": data_parallel()}
     found["self-check"] = {"error": self_check()}
     json.dump(found, sys.stdout)
