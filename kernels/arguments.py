@@ -146,7 +146,9 @@ def _check_penalty(penalty, q: Tensor) -> Tensor:
             raise ValueError(f"penalty has shape {list(penalty.shape)}; expected [{heads}], one per head, or a number")
         if penalty.device != q.device and penalty.numel() > 1:
             raise ValueError(f"penalty is on {penalty.device} and q on {q.device}; move both to one device")
-        values = penalty.detach().reshape(-1).tolist()
+        # Reading what a GPU has still to compute would make the host wait for it, at every call of every layer.
+        unread = penalty.is_cuda and (penalty.requires_grad or torch.cuda.is_current_stream_capturing())
+        values = [] if unread or torch.compiler.is_compiling() else penalty.detach().reshape(-1).tolist()
     else:
         values = [penalty]
     for value in values:

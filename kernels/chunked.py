@@ -61,7 +61,8 @@ def _key_features(k: Tensor, dtype: torch.dtype, call, grid: Grid) -> Tensor:
 def _initial_penalty(call, grid: Grid) -> Tensor:
     """M_0 per sequence and head, [N * H, Dk, Dk] float64: λ0 I, or the inverse of the A handed in."""
     if call.initial_state is not None:
-        return checked_inverse(grid.sort(call.initial_state.full_penalty_inverse()))
+        state = call.initial_state
+        return checked_inverse(grid.sort(state.full_penalty_inverse()), state.A_rest is not None)
     dk = call.q.shape[-1]
     diagonal = call.penalty[None, :, None].expand(grid.sequences, grid.heads, dk)
     return torch.diag_embed(diagonal).flatten(0, 1)

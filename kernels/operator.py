@@ -53,7 +53,7 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
         q, k: queries and keys before feature map and normalisation, [B, T, H, Dk].
         v: values, [B, T, H, Dv]. q, k, v and u share one dtype: float32, bfloat16, float16 or float64.
         u: penalty directions before normalisation, [B, T, H, Dk]; None: the unit keys themselves.
-        penalty: λ0 > 0, a number or a (learned) tensor [H].
+        penalty: λ0 > 0, a number or a tensor [H]; of one that learns on a GPU the values are not looked at.
         beta: write strength, [B, T, H]; None is 1. Ignored by `linear`.
         g: log decay of the memory (<= 0, in nats), [B, T, H]; None is 0. Refused with readout "normalized".
         write_rule: "unit" (the paper: w = A k̂/‖A k̂‖), "gain" (w = A k̂; with u=None recursive least squares),

@@ -47,7 +47,8 @@ def run(call, precision: str | None = None) -> Output:
         if state is None:
             M0 = call.penalty  # of each head, times the identity
         else:
-            M0 = checked_inverse(state.full_penalty_inverse().flatten(0, 1)).view(-1, heads, dk, dk)
+            A = state.full_penalty_inverse().flatten(0, 1)
+            M0 = checked_inverse(A, state.A_rest is not None).view(-1, heads, dk, dk)
     S0 = z0 = None
     if state is not None:
         S0 = state.S.float().mT.contiguous()

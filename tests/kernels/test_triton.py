@@ -192,6 +192,26 @@ def test_offsets_past_two_to_the_31():
 
 
 @pytest.mark.gpu
+def test_the_host_waits_for_nothing():
+    inputs = [torch.randn(2, 130, 4, 64, device="cuda", requires_grad=True) for _ in range(4)]
+    penalty = torch.full((4,), 0.1, device="cuda", requires_grad=True)
+
+    def step(state):
+        found = vla(*inputs, penalty=penalty, readout="headwise", initial_state=state, output_final_state=True,
+                    backend="triton")
+        torch.autograd.grad(found.o.sum(), inputs if state else [*inputs, penalty])
+        return found.final_state.detach()
+
+    state = step(step(None))  # compiles and checks
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(None)
+        step(state)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
 def test_compiles_to_one_graph():
     q, k, v, u = (torch.randn(2, 130, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
 
