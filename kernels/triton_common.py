@@ -81,7 +81,9 @@ def tables(rows: int, tokens: int, bounds: tuple[int, ...] | None, stretch: int,
     owner = stretches[:, 2]
     stretches[:, 2] = chunk_first[owner] + (stretches[:, 0] - start[owner]) // CHUNK
     sequences = torch.stack([chunk_first, chunk_end, stretch_first, stretch_end, start, end], 1)
-    return Tables(*(x.to(device, torch.int32).contiguous() for x in (chunks, stretches, sequences)), int(edges[-1]))
+    # A blocking copy would wait for all that the GPU has still to do.
+    on_device = (x.int().contiguous().to(device, non_blocking=True) for x in (chunks, stretches, sequences))
+    return Tables(*on_device, int(edges[-1]))
 
 
 @triton.jit

@@ -121,13 +121,13 @@ class LanguageModel(LightningModule):
     def _forward_carried(self, batch: dict[str, Tensor]) -> Tensor:
         # Row b's first document goes on from its lane's state where carried[b]; every other document begins.
         self._check_carry()
-        # Index arithmetic on the host: no synchronisation where the data module leaves lanes and cu_seqlens there.
+        # Index arithmetic on the host: the GPU is not waited for where the data module leaves lanes and cu_seqlens there.
         tokens, bounds, lanes = batch["tokens"], batch["cu_seqlens"].long().cpu(), batch["lanes"].tolist()
-        carried = batch["carried"].to(tokens.device)
+        carried = batch["carried"].to(tokens.device, non_blocking=True)
         rows, length = tokens.shape
         row_starts = torch.arange(rows) * length
-        first = (torch.searchsorted(bounds, row_starts, right=True) - 1).to(tokens.device)
-        last = (torch.searchsorted(bounds, row_starts + length - 1, right=True) - 1).to(tokens.device)
+        first = (torch.searchsorted(bounds, row_starts, right=True) - 1).to(tokens.device, non_blocking=True)
+        last = (torch.searchsorted(bounds, row_starts + length - 1, right=True) - 1).to(tokens.device, non_blocking=True)
         states, known = self.lanes.get(lanes, tokens.device)
         if not all(known):  # the first step of a run alone: reading `carried` may synchronise
             missing = [lane for lane, has, wanted in zip(lanes, known, carried.tolist()) if wanted and not has]
@@ -138,7 +138,7 @@ class LanguageModel(LightningModule):
                 )
         fresh = None
         if states is not None:
-            row_of_document = (bounds[:-1] // length).clamp(max=rows - 1).to(tokens.device)
+            row_of_document = (bounds[:-1] // length).clamp(max=rows - 1).to(tokens.device, non_blocking=True)
             states = [state.index_select(row_of_document) for state in states]
             fresh = torch.ones(bounds.numel() - 1, dtype=torch.bool, device=tokens.device)
             fresh = fresh.index_copy(0, first, ~carried)

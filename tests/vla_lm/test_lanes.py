@@ -100,6 +100,21 @@ def test_lane_states_assemble_rows_from_different_groups():
         assert torch.equal(one.memory.S[[0, 2]], other.memory.S[[3, 0]]) and torch.equal(one.tail[0], other.tail[3])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", ["vla", "deltanet"])
+def test_the_host_does_not_wait_for_the_gpu_in_a_carried_batch(mixer):
+    _, stretches = carried_batches(DOCUMENTS, rows=3, length=8, steps=5)
+    model = language_model(style="modern", mixer=mixer, d_model=64, learn_penalty=mixer == "vla").cuda()
+    try:
+        for step, batch in enumerate(stretches):
+            batch = {name: x if name in ("lanes", "cu_seqlens") else x.cuda() for name, x in batch.items()}
+            if step == 3:  # by then every kernel is compiled and checked; the document boundaries are new each time
+                torch.cuda.set_sync_debug_mode("error")
+            model._forward_carried(batch).square().mean().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def rows_apart(batch):
     bounds, length = batch["cu_seqlens"], batch["tokens"].shape[1]
     for row in range(batch["tokens"].shape[0]):
