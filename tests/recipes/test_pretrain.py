@@ -263,6 +263,23 @@ def test_a_full_disk_ends_a_run_with_a_hint(run: Path, capsys: pytest.CaptureFix
         raise FileNotFoundError(errno.ENOENT, "no such file")
 
 
+@pytest.mark.parametrize("said", [
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error, NCCL version 2.28.3",
+    "NCCL communicator was aborted on rank 1.",
+    "[1] is setting up NCCL communicator, but store->get('0') got error: Connection reset by peer",
+    "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1234",
+    "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 900000ms for recv operation to complete",
+])  # fmt: skip
+def test_a_lost_rank_ends_the_others_with_the_line_to_type_next(said, run: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop, stopped_by(ValueError, folder=run):
+        raise RuntimeError(said)
+    told = capsys.readouterr().err
+    assert stop.value.code == 3 and told.startswith("stopped: another rank has ended, or hangs") and said[:100] in told
+    assert told.endswith(f"go on with python -m recipes.pretrain --resume {run}\n")
+    with pytest.raises(RuntimeError), stopped_by(ValueError, folder=run):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
 class StopAt(Callback):
     """Ctrl-C that does not wait for a save."""
 
