@@ -168,10 +168,10 @@ def token_gradients_kernel(q, k, w, beta, g, inverse, E, dE, dread, states, dsta
         dstate = tl.load(dstates + base_s + square)
         dW += dot(load(E + base_v, values, mask), tl.trans(dstate), P)
         if HAS_G:
-            dG_end += tl.sum(tl.sum(tl.load(states + base_s + square).to(tl.float32) * dstate.to(tl.float32), 1), 0)
+            dG_end += tl.sum(tl.load(states + base_s + square).to(tl.float32) * dstate.to(tl.float32))
     if HAS_G:
         dW = dW * tl.exp(G_end - G)[:, None]
-        dG_end = dG_end * tl.exp(G_end) + tl.sum(tl.sum(dW * W, 1), 0)
+        dG_end = dG_end * tl.exp(G_end) + tl.sum(dW * W)
     dW += dot(tl.trans(dP), Q, P)
     if ERASE:
         dW += dot(tl.trans(dN), K, P)
