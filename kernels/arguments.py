@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from kernels.features import FEATURE_MAPS
-from kernels.state import PENALTY_RULES, WRITE_RULES, State
+from kernels.state import PENALTY_RULES, READOUTS, WRITE_RULES, State
 
 ERASE_KEYS = ("unit", "raw")
-READOUTS = ("normalized", "headwise")
 U_SCALES = ("unit", "inverse_sqrt_d")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -167,7 +166,8 @@ def _check_refresh(refresh, write_rule: str) -> tuple[int, float]:
         every, amount = refresh
     except (TypeError, ValueError):
         raise ValueError(f"refresh is {refresh!r}; give a pair (every, amount), for example (20, 1e-3)") from None
-    if not isinstance(every, int) or every < 1 or not amount >= 0 or not math.isfinite(amount):
+    if (not isinstance(every, int) or isinstance(every, bool) or every < 1 or not isinstance(amount, (int, float))
+            or not 0 <= amount < math.inf):
         raise ValueError(f"refresh is {refresh!r}; `every` must be a positive whole number of tokens and `amount` >= 0")
     return every, float(amount)
 

@@ -52,10 +52,12 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
     Args:
         q, k: queries and keys before feature map and normalisation, [B, T, H, Dk].
         v: values, [B, T, H, Dv]. q, k, v and u share one dtype: float32, bfloat16, float16 or float64.
-        u: penalty directions before normalisation, [B, T, H, Dk]; None: the unit keys themselves.
-        penalty: λ0 > 0, a number or a tensor [H]; of one that learns on a GPU the values are not looked at.
-        beta: write strength, [B, T, H]; None is 1. Ignored by `linear`.
-        g: log decay of the memory (<= 0, in nats), [B, T, H]; None is 0. Refused with readout "normalized".
+        u: penalty directions before normalisation, [B, T, H, Dk]; None: the unit keys themselves. `mesa` takes no u,
+            beta or g, "fixed" and "linear" ignore u.
+        penalty: λ0 > 0, a number or a tensor [H]. Values are not looked at while torch.compile traces, nor those of a
+            tensor that learns on a GPU.
+        beta: write strength, [B, T, H], of any floating-point dtype; None is 1. Ignored by `linear`.
+        g: log decay of the memory in nats, likewise, meant to be <= 0; None is 0. Refused with readout "normalized".
         write_rule: "unit" (the paper: w = A k̂/‖A k̂‖), "gain" (w = A k̂; with u=None recursive least squares),
             "fixed" (w = k̂: the delta rule), "linear" (w = φ(k), nothing erased: linear attention), "mesa" (the memory
             of "gain" with u=None, read as Σ v k̂ᵀ A_t q: exact MesaNet).
@@ -67,7 +69,7 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
         initial_state: state to go on from (N = B, or one per document); then `penalty` is not used.
         output_final_state: return the state after the last token.
         cu_seqlens: document boundaries [0, …, T], int32 or int64 [N + 1]; B must be 1. State restarts at each.
-        chunk_size: tokens worked on at once; changes speed, not the result. Also the spacing of diagnostics.
+        chunk_size: spacing of diagnostics, and of "chunked" the tokens worked on at once: speed, not the result.
         diagnostics: return `Diagnostics` as well (costs an eigendecomposition per chunk for rules with A).
         backend: "chunked" (PyTorch), "triton" (CUDA; head sizes 16, 32, 64, 128; not float64; the first call of each
             kind is preceded by a small one compared with "chunked", which takes over with a warning where they
@@ -76,7 +78,8 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
             else "chunked".
 
     Returns: `Output`; o has the dtype of v, states are float32 (float64 for float64 input).
-    Raises: ValueError or TypeError with the value, what was expected and the mend.
+    Raises: ValueError or TypeError with the value, what was expected and the mend. Whether a state's A is positive
+        definite is not looked at by `vla_step` and "reference", nor on a GPU where `vla` gave the state.
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; choose one of 'auto', {', '.join(map(repr, BACKENDS))}")

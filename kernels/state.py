@@ -1,5 +1,6 @@
 """What goes into and comes out of the operator: the memory state, the output and the diagnostics."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 PENALTY_RULES = ("unit", "gain", "mesa")
 WRITE_RULES = (*PENALTY_RULES, "fixed", "linear")
+READOUTS = ("normalized", "headwise")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,18 @@ class State:
     def initial(cls, n: int, heads: int, dk: int, dv: int, penalty: float | Tensor = 0.1, write_rule: str = "unit",
                 readout: str = "normalized", dtype: torch.dtype = torch.float32,
                 device: torch.device | str | None = None) -> "State":
-        """The state before the first token: S = 0, A = I/λ0, z = 0. `penalty` is λ0, a number or [H]."""
+        """The state before the first token: S = 0, A = I/λ0, z = 0. `penalty` is λ0, a number or [H].
+
+        Raises ValueError for an unknown rule or read-out and for a number λ0 that is not positive and finite.
+        """
+        for name, value, allowed in (("write_rule", write_rule, WRITE_RULES), ("readout", readout, READOUTS)):
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, allowed))}")
+        if isinstance(penalty, Tensor):
+            if penalty.shape not in ((), (1,), (heads,)):
+                raise ValueError(f"penalty has shape {list(penalty.shape)}; expected [{heads}], or give a number")
+        elif not (penalty > 0 and math.isfinite(penalty)):
+            raise ValueError(f"penalty (λ0) is {penalty}; it must be positive and finite, for example 0.1: A is I/λ0")
         S = torch.zeros(n, heads, dv, dk, dtype=dtype, device=device)
         A = z = None
         if write_rule in PENALTY_RULES:

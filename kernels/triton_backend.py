@@ -81,8 +81,7 @@ def resolve(precision: str, k: Tensor, v: Tensor) -> Precision:
     is asked for here, inside the registered operators, because a compiled graph cannot ask it."""
     if precision == "torch":
         precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    small = min(k.shape[-1], v.shape[-1]) < 64
-    if precision == "bf16" and small and not INTERPRETED:
+    if precision == "bf16" and (INTERPRETED or min(k.shape[-1], v.shape[-1]) < 64):
         # Triton 3.6 on Hopper: `solve` with four warps is wrong for bfloat16 tiles under 64 wide (README, Faults met).
         precision = "tf32"
     if precision == "bf16":
@@ -102,7 +101,7 @@ def _forward_precision(precision: str, k: Tensor, v: Tensor, u, M0, S0, rows: in
     return replace(p, wide=True) if own and (S0 is not None or longest > LONG) else p
 
 
-def _plan(k: Tensor, write: write_direction.Map | None, rule: str, erase_key: str, feature_map: str, q: Tensor):
+def _keys(q: Tensor, k: Tensor, write: write_direction.Map | None, rule: str, erase_key: str, feature_map: str):
     unit = rule != "linear" and erase_key == "unit"
     return delta_rule.Keys(q, k, None if write is None else write.w, unit, rule != "linear", feature_map)
 
@@ -125,15 +124,17 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor |
                M0: Tensor | None, S0: Tensor | None, z0: Tensor | None, rows: int, bounds: Sequence[int] | None,
                rule: str, erase_key: str, feature_map: str, normalized: bool, u_scale: float,
                precision: str, keep: bool) -> list[Tensor]:
-    """o, M_last, S_last, z_last and what NAMES lists, on the line of tokens; empty tensors for what a rule has not, or,
-    unless keep, for what only the backward pass reads."""
+    """o, M_last, S_last, z_last and what NAMES lists, on the line of tokens; empty tensors for what a rule has not.
+
+    keep: a backward pass may follow. Without it "inverse", which nothing else reads, is empty too.
+    """
     p, table = _forward_precision(precision, k, v, u, M0, S0, rows, bounds, erase_key), _tables(k, rows, bounds)
     write = M_last = None
     with _on(q):
         if M0 is not None:
             write, M_last = write_direction.map_forward(
                 k, u, M0.contiguous(), table, **_map_options(rule, erase_key, feature_map, u_scale, p), fused=True)
-        keys = _plan(k, write, rule, erase_key, feature_map, q)
+        keys = _keys(q, k, write, rule, erase_key, feature_map)
         o, S_last, z_last, memory = delta_rule.memory_forward(keys, v, beta, g, S0, z0, normalized, table, p,
                                                               DENOMINATOR_EPS, HEAD_NORM_EPS, write, keep)
     E = memory.E if keys.erase else None
@@ -178,7 +179,7 @@ def backward_op(do: Tensor, dM_last: Tensor | None, dS_last: Tensor | None, dz_l
     memory = delta_rule.Memory(kept["inverse"], kept["Z"], v if kept["E"] is None else kept["E"], kept["states"],
                                kept["z"], kept["scales"])
     write = None if M0 is None else write_direction.Map(*(kept[name] for name in ("w", "norms", "starts", "factors")))
-    keys = _plan(k, write, rule, erase_key, feature_map, q)
+    keys = _keys(q, k, write, rule, erase_key, feature_map)
     du = dM0 = None
     with _on(q):
         do, dM_last, dS_last, dz_last = (None if x is None else x.contiguous() for x in (do, dM_last, dS_last, dz_last))

@@ -67,7 +67,7 @@ def _check(call, past: bool, gradients: bool) -> bool:
 def check_error(call, past: bool = False, gradients: bool = True) -> float:
     """Largest relative error (Frobenius) of outputs and gradients of a small call of the same kind.
 
-    past: that begins from a state. Draws from no random generator but its own.
+    past: it begins from a state. Draws from no random generator but its own.
     """
     rows, heads, (dk, dv), device = 1, call.q.shape[2], (call.q.shape[-1], call.v.shape[-1]), call.q.device
     generator = torch.Generator(device).manual_seed(0)

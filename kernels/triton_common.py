@@ -60,7 +60,6 @@ class Tables:
     chunks: Tensor
     stretches: Tensor
     sequences: Tensor
-    tokens: int
 
 
 @lru_cache(maxsize=32)
@@ -83,7 +82,7 @@ def tables(rows: int, tokens: int, bounds: tuple[int, ...] | None, stretch: int,
     sequences = torch.stack([chunk_first, chunk_end, stretch_first, stretch_end, start, end], 1)
     # A blocking copy would wait for all that the GPU has still to do.
     on_device = (x.int().contiguous().to(device, non_blocking=True) for x in (chunks, stretches, sequences))
-    return Tables(*on_device, int(edges[-1]))
+    return Tables(*on_device)
 
 
 @triton.jit
@@ -169,6 +168,7 @@ def dot_apart(a, b, P: tl.constexpr, SHORT: tl.constexpr = 0):
 
 @triton.jit
 def dot_wide(a, b):
+    """a @ b of float64, summed in float64."""
     return tl.dot(a, b, out_dtype=tl.float64)
 
 

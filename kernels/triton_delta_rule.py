@@ -36,6 +36,7 @@ class Keys:
 
 @triton.jit
 def load_key(k, offsets, mask, F: tl.constexpr, UNIT: tl.constexpr):
+    """φ(k) of a chunk, [C, D], with UNIT of unit length."""
     x = feature(load(k, offsets, mask), mask, F)
     if UNIT:
         x = unit_rows(x)
@@ -55,6 +56,7 @@ def load_decay(g, token, end, head, H, C: tl.constexpr, HAS_G: tl.constexpr):
 
 @triton.jit
 def load_beta(beta, token, end, head, H, C: tl.constexpr, HAS_BETA: tl.constexpr, SMALLEST: tl.constexpr):
+    """β of a chunk, [C], at least SMALLEST in size; 1 where there is none."""
     if HAS_BETA:
         base, offsets, mask = token_places(token, end, head, H, C)
         value = tl.load(beta + base + offsets, mask=mask, other=1).to(tl.float32)
@@ -130,7 +132,7 @@ def solve_kernel(k, w, v, beta, g, inverse, Y, Z, starts, factors, norms, chunks
 
 
 @triton.jit
-def carry_kernel(k, w, v, beta, g, Y, Z, states, initial, final, sequences, H, F: tl.constexpr,
+def carry_kernel(k, w, v, g, Y, Z, states, initial, final, sequences, H, F: tl.constexpr,
                  UNIT: tl.constexpr, HAS_W: tl.constexpr, ERASE: tl.constexpr, HAS_G: tl.constexpr,
                  HAS_INITIAL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                  P: tl.constexpr):
@@ -236,7 +238,7 @@ def stages(dk: int, dv: int, precision: Precision) -> int:
     return 1 if precision.store == torch.float32 and max(dk, dv) == 128 else 2
 
 
-def value_block(dk: int, dv: int, programs: int, device: torch.device) -> int:
+def value_block(dv: int, programs: int, device: torch.device) -> int:
     """Columns of the state a program of the sequential pass takes: few enough that all processors have work."""
     block = min(dv, 64)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -278,9 +280,9 @@ def memory_forward(keys: Keys, v: Tensor, beta: Tensor | None, g: Tensor | None,
     states = torch.empty(count, heads, dk, dv, dtype=precision.store, device=device)
     final = torch.empty(len(table.sequences), heads, dk, dv, dtype=torch.float32, device=device)
     lines = len(table.sequences) * heads
-    block = value_block(dk, dv, lines, device)
+    block = value_block(dv, lines, device)
     carry_kernel[(lines * (dv // block),)](
-        keys.k, keys.w, v, beta, g, E, Z, states, S0, final, table.sequences, heads, **key_options, **sizes,
+        keys.k, keys.w, v, g, E, Z, states, S0, final, table.sequences, heads, **key_options, **sizes,
         ERASE=keys.erase, HAS_G=g is not None, HAS_INITIAL=S0 is not None, BV=block, P=precision.memory,
         num_warps=4, num_stages=stages(dk, dv, precision))
     z = z_last = None

@@ -1,9 +1,14 @@
-"""Gradient of the delta rule in `triton_delta_rule`, chunk-parallel (derivation in the README of this folder).
+"""Gradient of the delta rule in `triton_delta_rule`, chunk-parallel. The README of this folder derives it with P = β W;
+here β stands at E = diag(β) e, as in that file.
 
 With P = tril(D ⊙ Q Wᵀ), E = T(diag(β) V − diag(β e^G) K H₀), O = diag(e^G) Q H₀ + P E and H_C = e^{G_C} H₀ + W_eᵀ E
 where W_e = diag(e^{G_C − G}) W, the gradient dE = Pᵀ dO + W_e dH_C and J = Tᵀ dE give dv = β J, dβ = J·E/β and
-dH₀ = e^{G_C} dH_C + (diag(e^G) Q)ᵀ dO − Zᵀ dE. Three kernels: `prepare` (gradient of S q, Pᵀ dO), `carry_back`
-(dH_C and dE, chunk after chunk, from the end), `token_gradients`.
+dH₀ = e^{G_C} dH_C + (diag(e^G) Q)ᵀ dO − Zᵀ dE. With dP = tril(D ⊙ dO Eᵀ) and dN = −tril(D ⊙ β J Eᵀ, −1)
+
+    dQ = e^G dO H₀ᵀ + dP W,   dK = dN W − e^G β J H₀ᵀ,   dW = e^{G_C − G} E dH_Cᵀ + dPᵀ Q + dNᵀ K.
+
+Three kernels: `prepare` (gradient of S q, Pᵀ dO), `carry_back` (dH_C and dE, chunk after chunk, from the end),
+`token_gradients`.
 """
 
 import torch
@@ -100,6 +105,7 @@ def token_gradients_kernel(q, k, w, beta, g, inverse, E, dE, dread, states, dsta
                            ERASE: tl.constexpr, HAS_BETA: tl.constexpr, HAS_G: tl.constexpr, NORMALIZED: tl.constexpr,
                            SMALLEST: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
                            C: tl.constexpr, P: tl.constexpr):
+    """The gradients of a chunk's tokens, down to the raw q, k and v, and the write keys' where those were given."""
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program // H, program % H
     token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
@@ -215,7 +221,7 @@ def memory_backward(do: Tensor, dfinal: Tensor | None, dz_last: Tensor | None, k
     dstates = torch.empty_like(memory.states)
     dinitial = torch.empty(len(table.sequences), heads, dk_size, dv_size, dtype=torch.float32, device=device)
     lines = len(table.sequences) * heads
-    block = value_block(dk_size, dv_size, lines, device)
+    block = value_block(dv_size, lines, device)
     carry_back_kernel[(lines * (dv_size // block),)](
         keys.q, keys.k, keys.w, g, memory.Z, dread, dE, dstates, dfinal, dinitial, table.sequences, heads,
         **key_options, **sizes, ERASE=keys.erase, HAS_FINAL=dfinal is not None, BV=block, num_warps=4,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kernels.triton_common import INTERPRETED, Tables, dot_onto, dot_wide, feature, scan, token_places
 
-
 WHOLE = tl.constexpr(12582912.0)  # 3 · 2²²: x + WHOLE holds x rounded to a whole number, |x| < 2²², in its last bits
 BITS = tl.constexpr(0x4B400000)  # of WHOLE
 
@@ -27,6 +26,7 @@ def on_grid(x):
 
 @triton.jit
 def from_grid(x):
+    """The numbers in [-1, 1) whose integers `on_grid` gave, float32."""
     return ((x.to(tl.int32) + BITS).to(tl.float32, bitcast=True) - WHOLE) * (1 / 32768)
 
 
@@ -39,6 +39,7 @@ def bytes_of(x):
 
 @triton.jit
 def inverse_column_norm(x):
+    """1/‖column‖, zero for zero columns, [1, N]."""
     squared = tl.sum(x * x, 0)
     return tl.where(squared > 0, 1 / tl.sqrt(tl.where(squared > 0, squared, 1.0)), 0.0)[None, :]
 
@@ -61,7 +62,7 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
     Directions are float64 times SCALE, or `on_grid`: rounding a unit vector to float32 would leave the span of its
     repetitions, on the coarse grid sums are exact. There each is a pair of bfloat16 vectors of whole numbers up to 128,
     whose products, two a token at most, sum up exactly in float32 for GROUP * C = 512 tokens. So the sum is exactly that of
-    the directions. EXACT: "bf16", or "ieee" where that is not modelled.
+    the directions. EXACT: "bf16", or "ieee" in the interpreter, which does not model it.
     """
     parts: tl.constexpr = D // R
     program = tl.program_id(0).to(tl.int64)

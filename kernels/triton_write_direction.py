@@ -54,8 +54,8 @@ def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, 
     """Walks a stretch: A at every chunk's start to `starts`, W to `factors`; SAME: also the map of u itself.
 
     Tokens are columns here: [D, N] tiles keep all warps busy where [N, D] ones would not. The next leaf is loaded
-    while this one is worked on, for nothing else hides that latency. NARROW: the precision of matmuls whose second
-    factor has rows of N entries; P: of the others.
+    while this one is worked on, for nothing else hides that latency. NARROW: the precision of matmuls whose first factor
+    has rows of N entries, sums over a leaf; P: of the others.
     """
     program = tl.program_id(0).to(tl.int64)
     stretch, head = program // H, program % H

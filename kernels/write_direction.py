@@ -32,9 +32,11 @@ def checked_inverse(A: Tensor, handed_on: bool) -> Tensor:
 
     handed_on: they are as the operator gave them. Then it does not look on a GPU: the host would wait for it.
     """
-    if not (handed_on and A.is_cuda) and bool((torch.linalg.cholesky_ex(A.detach())[1] != 0).any()):
-        raise ValueError("initial_state.A is not positive definite (or not finite); hand on the state as vla or "
-                         "vla_step gave it (with A_rest, which float32 alone loses), or begin with State.initial")
+    if not (handed_on and A.is_cuda):
+        factor, info = torch.linalg.cholesky_ex(A.detach())
+        if bool((info != 0).any()) or not bool(torch.isfinite(factor).all()):
+            raise ValueError("initial_state.A is not positive definite (or not finite); hand on the state as vla or "
+                             "vla_step gave it (with A_rest, which float32 alone loses), or begin with State.initial")
     return spd_inverse(A)
 
 

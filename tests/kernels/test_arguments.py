@@ -52,6 +52,7 @@ BAD = {
     "refresh of nothing": (dict(refresh=(20, 1e-3), write_rule="fixed"), ValueError, "leave it out"),
     "half a refresh": (dict(refresh=20), ValueError, "give a pair"),
     "refresh never": (dict(refresh=(0, 1e-3)), ValueError, "must be a positive whole number"),
+    "refresh by a word": (dict(refresh=(2, "a")), ValueError, "must be a positive whole number"),
     "mesa with u": (dict(u=_x(), write_rule="mesa"), ValueError, "takes no u; leave u out"),
     "mesa with beta": (dict(beta=_x(B, T, H), write_rule="mesa"), ValueError, "takes no beta"),
     "mesa with raw keys": (dict(erase_key="raw", write_rule="mesa"), ValueError, "'mesa' uses unit keys"),

@@ -155,6 +155,23 @@ def test_state_helpers():
     assert not State(state.S.requires_grad_()).detach().S.requires_grad
 
 
+@pytest.mark.parametrize(("options", "told"), [
+    ({"penalty": 0.0}, "must be positive and finite"), ({"penalty": float("nan")}, "must be positive and finite"),
+    ({"penalty": torch.ones(3)}, r"penalty has shape \[3\]; expected \[2\]"),
+    ({"write_rule": "units"}, "write_rule is 'units'; choose one of"), ({"readout": "head"}, "readout is 'head'"),
+])  # fmt: skip
+def test_a_state_that_cannot_be_meant_is_refused(options, told):
+    with pytest.raises(ValueError, match=told):
+        State.initial(1, 2, 4, 4, **options)
+
+
+def test_a_state_that_is_not_finite_is_refused():
+    q = torch.randn(1, 3, 1, 4)
+    state = State(torch.zeros(1, 1, 4, 4), torch.eye(4).mul(float("inf"))[None, None], torch.zeros(1, 1, 4))
+    with pytest.raises(ValueError, match="not positive definite .or not finite.*State.initial"):
+        vla(q, q, q, initial_state=state, backend="chunked")
+
+
 def test_initial_state_equals_no_state():
     leaves, options = make_inputs("unit", "normalized", 2, 70, 2, 16, 8)
     truth = run(leaves, options, backward=False)

@@ -141,6 +141,7 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("high")
     found |= {name + ", tf32": errors(name, CPU_CASES) for name in TF32_CASES}
     torch.set_float32_matmul_precision("highest")
+    found["bfloat16"] = errors("unit, headwise, state", CPU_CASES, torch.bfloat16)
     found |= {f"diagnostics of {variant}": diagnostics_errors(variant, packed) for variant, packed in DIAGNOSED}
     found["compiled"] = against_plain(lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))
     found["checkpointed"] = against_plain(lambda f: lambda *inputs: checkpoint(f, *inputs, use_reentrant=False))
