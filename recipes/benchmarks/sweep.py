@@ -1,9 +1,10 @@
-"""Latency over the sequence length at a constant number of tokens, and where each contender passes softmax attention."""
+"""Latency over the sequence length at a constant number of tokens, and where each row passes softmax attention."""
 
 import math
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from rich.table import Table
 
 from recipes.benchmarks import operators
@@ -11,7 +12,7 @@ from recipes.benchmarks.measure import Shape
 
 
 def run(rows, lengths, tokens, heads, dim, dtype, device, readout, record, progress) -> dict[int, list[dict]]:
-    """{T: rows of operators.measure} with B = tokens / T, at least 1 for each of the lengths."""
+    """{T: rows of operators.measure} with B = tokens / T; each of the lengths divides tokens."""
     found = {}
     for T in progress(lengths):
         shape = Shape(tokens // T, T, heads, dim)
@@ -21,11 +22,12 @@ def run(rows, lengths, tokens, heads, dim, dtype, device, readout, record, progr
 
 def curve(found: dict[int, list[dict]], row: str, name: str) -> dict[int, float]:
     """{T: milliseconds} of one row and pass."""
-    return {T: r[name]["ms"] for T, rows in sorted(found.items()) for r in rows if r["row"] == row and "ms" in r.get(name, {})}
+    return {T: r[name]["ms"] for T, rows in sorted(found.items()) for r in rows
+            if r["row"] == row and "ms" in r.get(name, {})}
 
 
 def crossing(times: dict[int, float], other: dict[int, float]) -> float | None:
-    """From which T on `times` stays below `other`, log-log interpolated; the first common T if always, None if never."""
+    """From which T on `times` stays below `other`, log-log interpolated; the first common T if always, else None."""
     lengths = sorted(times.keys() & other.keys())
     if not lengths or times[lengths[-1]] >= other[lengths[-1]]:
         return None
@@ -69,19 +71,22 @@ def table(found, tokens: int) -> Table:
 
 
 def save_figure(found, tokens: int, title: str, path: Path) -> dict:
-    """Returns what the figure shows."""
+    """Writes the figure to `path`; dotted lines: from which T on a row stays below SDPA. Returns what it shows."""
     canvas = Figure(figsize=(11, 4.5), layout="constrained")
-    crossed, lowest = crossings(found), min(found)
+    crossed, lowest, legend, dotted = crossings(found), min(found), {}, None
     for axes, name, heading in zip(canvas.subplots(1, 2), ("forward", "both"), ("forward", "forward + backward")):
-        for row, label in _labels(found).items():
+        for i, (row, label) in enumerate(_labels(found).items()):
             times = curve(found, row, name)
             if not times:
                 continue
-            line, = axes.plot(list(times), list(times.values()), marker="o", ms=3, label=label,
-                              lw=2.5 if row == "vla" else 1.2, color="black" if row == "sdpa" else None)
+            # One colour for a row in both halves, also where it has no backward pass.
+            line, = axes.plot(list(times), list(times.values()), marker="o", ms=3, lw=2.5 if row == "vla" else 1.2,
+                              color="black" if row == "sdpa" else f"C{i}")
+            legend[label] = line
             at = crossed.get(row, {}).get(name)
             if at is not None and at > lowest:
                 axes.axvline(at, color=line.get_color(), ls=":", lw=1)
+                dotted = Line2D([], [], color="gray", ls=":", lw=1)
                 axes.annotate(f"{at:,.0f}", (at, 1.01), xycoords=("data", "axes fraction"), rotation=90, fontsize=7,
                               color=line.get_color(), ha="center", va="bottom")
         axes.set(xscale="log", yscale="log", xlabel=f"T (B·T = {tokens:,})", ylabel="ms")
@@ -89,7 +94,9 @@ def save_figure(found, tokens: int, title: str, path: Path) -> dict:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    if dotted:
+        legend["below SDPA from this T on"] = dotted
+    axes.legend(legend.values(), legend.keys(), fontsize=7)
     canvas.suptitle(title, fontsize=10)
     canvas.savefig(path, dpi=150)
     return {"tokens": tokens, "lengths": found, "below_sdpa_from": crossed}
