@@ -1,6 +1,7 @@
 """The measurements behind `python -m recipes.benchmark`: one experiment a file.
 
-`operators` latency, memory and error at given shapes · `sweep` latency over T at constant B·T · `decode` one token after a
-short and a long past. `contenders` is who is measured, `measure` how, `record` where results are kept,
-`request` what can be asked for.
+`operators` latency, memory and error at given shapes · `sweep` latency over T at constant B·T · `decode` one token
+after a short and a long past. `contenders` is who is measured, `peers` how those that are not VLA are called, `ahead`
+compiles their kernels beforehand, `measure` is how a call is measured, `record` where results are kept, `request` what
+can be asked.
 """
