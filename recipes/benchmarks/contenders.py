@@ -1,7 +1,9 @@
 """Who is measured: VLA's backends, softmax attention, and flash-linear-attention's operators where they are installed.
 
 Softmax attention is flash in half precision on CUDA. The peers get unit keys and their gates ready-made, VLA the raw
-ones: its feature map, normalisations and read-out are inside what is timed.
+ones: its feature map, normalisations and read-out are inside what is timed. VLA's rows are given a u drawn
+independently of k, the projection it comes from is not timed; `vla-key` and `mesa` take the unit keys instead. `mesa`
+has neither decay nor strength, the MesaNet rows beside it are given g and beta, which their operator requires.
 """
 
 from collections.abc import Callable
@@ -29,7 +31,7 @@ class Contender:
     prepare: Callable[[dict], tuple[Callable[[], Tensor], list[Tensor]]]
     ours: dict | None = None
 
-    def refusal(self, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> str | None:
+    def refusal(self, name: str, shape: Shape, device: torch.device) -> str | None:
         """Why a pass ("forward" or "both") is not even tried."""
         if self.ours is None and self.name != "sdpa":
             if device.type != "cuda":
@@ -69,18 +71,21 @@ def vla_row(name: str, label: str, **ours) -> Contender:
 
 
 CONTENDERS = {row.name: row for row in (
-    vla_row("vla", "VLA, chunk-parallel (Triton)", backend="triton"),
+    vla_row("vla", "VLA, u given (Triton)", backend="triton"),
     vla_row("vla-key", "VLA, u = unit key (Triton)", backend="triton", keys=True),
-    vla_row("mesa", "exact MesaNet (Triton)", backend="triton", keys=True, write_rule="mesa"),
+    vla_row("mesa", "exact MesaNet, ungated (Triton)", backend="triton", keys=True, write_rule="mesa"),
     vla_row("vla-recurrent", "VLA, fused recurrent (Triton)", backend="recurrent"),
     vla_row("vla-chunked", "VLA, chunked (PyTorch)", backend="chunked"),
     vla_row("vla-loop", "VLA, token loop in Python", backend="reference"),
     Contender("sdpa", "softmax attention (SDPA)", peers.sdpa),
     Contender("linear", "linear attention (fla)", peers.peer("linear_attn", "chunk_linear_attn", peers.linear)),
     Contender("deltanet", "DeltaNet (fla)", peers.peer("delta_rule", "chunk_delta_rule", peers.deltanet)),
-    Contender("gated-deltanet", "gated DeltaNet (fla)", peers.peer("gated_delta_rule", "chunk_gated_delta_rule", peers.gated)),
-    Contender("mesanet-15", "MesaNet, 15 iterations (fla)", peers.peer("mesa_net", "chunk_mesa_net", peers.mesa(15))),
-    Contender("mesanet-30", "MesaNet, 30 iterations (fla)", peers.peer("mesa_net", "chunk_mesa_net", peers.mesa(30))),
+    Contender("gated-deltanet", "gated DeltaNet (fla)",
+              peers.peer("gated_delta_rule", "chunk_gated_delta_rule", peers.gated)),
+    Contender("mesanet-15", "gated MesaNet, 15 iterations (fla)",
+              peers.peer("mesa_net", "chunk_mesa_net", peers.mesa(15))),
+    Contender("mesanet-30", "gated MesaNet, 30 iterations (fla)",
+              peers.peer("mesa_net", "chunk_mesa_net", peers.mesa(30))),
     Contender("comba", "Comba (fla)", peers.peer("comba", "chunk_comba", peers.comba)),
     Contender("preconditioned", "preconditioned gated DeltaNet (fla)",
               peers.peer("precond_gated_delta_rule", "chunk_precond_gated_delta_rule", peers.preconditioned)),

@@ -1,8 +1,10 @@
 """How a call is measured: the median of its time, and the memory it takes beyond what was there."""
 
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import metadata
 from statistics import median
 from time import perf_counter
@@ -12,7 +14,7 @@ from torch.utils.benchmark import Timer
 
 CYCLES = 2e9  # a GPU's in a second
 REPEAT = 150  # milliseconds a call is repeated for
-SLOW = 1.0  # seconds: a call that takes longer is timed once after the warm-up, not repeatedly
+SLOW = 1.0  # seconds: on a GPU, a call that takes longer is timed once after the warm-up, not repeatedly
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,12 @@ def pick_dtype(name: str) -> torch.dtype:
 
 
 def median_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Median milliseconds of `call` after warm-up: CUDA events with a cold L2 cache on a GPU, the host's clock elsewhere.
+    """Median milliseconds of `call` after warm-up: on a GPU CUDA events with a cold L2, elsewhere the host's clock.
 
-    The GPU waits until the host has launched a call, so that only the GPU's work is timed: some operators take longer to
-    launch than to run, and a busy host would decide the comparison.
+    The GPU waits until the host has launched a call, so that only the GPU's work is timed: some operators take longer
+    to launch than to run, and a busy host would decide the comparison. A call of more than SLOW is not repeated: its
+    number is the one first run after the warm-up, with the host's launches inside (on a GPU that is the token loop in
+    Python).
     """
     call()  # compiles and tunes
     if device.type != "cuda":
@@ -92,6 +96,13 @@ def launched_ms(call: Callable[[], object]) -> float:
     return Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median * 1e3
 
 
+def graph_ms(call: Callable[[], object]) -> float:
+    """Median milliseconds of `call` in a CUDA graph of many: without launches, and what fits L2 stays there."""
+    from triton.testing import do_bench_cudagraph
+
+    return do_bench_cudagraph(call, return_mode="median")
+
+
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """Bytes that `call` takes at its peak beyond what is allocated before it; None where that is not counted."""
     if device.type != "cuda":
@@ -105,15 +116,27 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 
 
 def machine(device: torch.device) -> dict:
-    """What a number depends on besides code and shape."""
+    """What a number depends on besides code and shape: the card, its driver (None on a CPU), the packages' versions."""
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
     for package in ("triton", "flash-linear-attention"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
-    return {"card": card, "versions": versions}
+    if device.type == "cuda":
+        return {"card": torch.cuda.get_device_name(device), "driver": driver_version(), "versions": versions}
+    return {"card": f"CPU ({torch.get_num_threads()} threads)", "driver": None, "versions": versions}
+
+
+@lru_cache
+def driver_version() -> str | None:
+    """Of NVIDIA's driver, for example 580.159.04, as nvidia-smi says; None where it says nothing."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                              capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.split()), None)  # a line for each GPU
 
 
 def reason(error: Exception) -> str:

@@ -6,33 +6,30 @@ import torch
 from rich.table import Table
 
 from recipes.benchmarks.contenders import Contender, make_inputs, vla_row
-from recipes.benchmarks.measure import Shape, machine, median_ms, peak_bytes, reason
-from recipes.benchmarks.record import Record, code_digest
+from recipes.benchmarks.measure import Shape, median_ms, peak_bytes, reason
+from recipes.benchmarks.record import Record, code_digest, setting
 
 SMALL = 200  # tokens of the comparison with float64
 
 
 def measure(row: Contender, shape: Shape, dtype: torch.dtype, device: torch.device, readout: str,
             record: Record) -> dict:
-    """{"forward": ..., "both": ...}, each {"ms", "peak_bytes"} or {"refused": why}.
+    """{"row": its name, "label", "forward": pass, "both": pass}; a pass is {"ms", "peak_bytes"} or {"refused": why}.
 
-    forward is without gradient; both is forward and the gradient of every floating-point input.
+    forward is without gradient; both is forward and the gradient of every floating-point input. peak_bytes: what the
+    pass takes at its peak beyond its inputs, None on a CPU.
     """
     found = {"row": row.name, "label": row.label}
     for name in ("forward", "both"):
-        refusal = row.refusal(name, shape, dtype, device)
+        refusal = row.refusal(name, shape, device)
         if refusal is not None:
             found[name] = {"refused": refusal}
             continue
-        what = {"experiment": "operator", "row": row.name, "pass": name, **asdict(shape), **_setting(dtype, device)}
+        what = {"experiment": "operator", "row": row.name, "pass": name, **asdict(shape), **setting(dtype, device)}
         if row.ours is not None:
             what |= {"readout": readout, "code": code_digest()}
         found[name] = record.once(what, lambda name=name: _numbers(row, shape, dtype, device, readout, name))
     return found
-
-
-def _setting(dtype, device) -> dict:
-    return {"dtype": str(dtype).removeprefix("torch."), **machine(device)}
 
 
 def _numbers(row, shape, dtype, device, readout, name) -> dict:
@@ -66,14 +63,14 @@ def error(row: Contender, width: int, dtype: torch.dtype, device: torch.device, 
     Both start from the same numbers, [1, 200, 2, width], rounded to `dtype`.
     """
     shape = Shape(1, SMALL, 2, width)
-    what = {"experiment": "error", "row": row.name, **asdict(shape), **_setting(dtype, device), "readout": readout,
+    what = {"experiment": "error", "row": row.name, **asdict(shape), **setting(dtype, device), "readout": readout,
             "code": code_digest()}
 
     def compare():
         narrow = make_inputs(shape, dtype, device)
         wide = {name: x.detach().double().requires_grad_() for name, x in narrow.items()}
         exact = vla_row(row.name, row.label, **row.ours | {"backend": "chunked"})
-        backward = row.refusal("both", shape, dtype, device) is None
+        backward = row.refusal("both", shape, device) is None
         try:
             with torch.set_grad_enabled(backward):
                 (call, leaves), (truth_call, truth_leaves) = (
@@ -98,21 +95,21 @@ def _relative(x, truth) -> float:
 
 
 def table(title: str, rows: list[dict], errors: dict[str, dict]) -> Table:
-    """Rows of `measure`; errors by row name."""
+    """Rows of `measure`; errors by row name. Each pass's peak memory stands right of its time."""
     result = Table(title=title)
     result.add_column("", no_wrap=True)
-    for column in ("forward, ms", "forward + backward, ms", "peak, MB", "error of o", "of gradients"):
+    for column in ("forward, ms", "peak, MB", "forward + backward, ms", "peak, MB", "error of o", "of gradients"):
         result.add_column(column, justify="right")
     reasons = []
     for row in rows:
         cells = []
         for name in ("forward", "both"):
-            found = row.get(name, {})
+            found = row[name]
             if "refused" in found:
                 reasons.append(f"{row['label']}, {'forward' if name == 'forward' else 'backward'}: {found['refused']}")
-            cells.append(f"{found['ms']:.3f}" if "ms" in found else "refused" if found else "")
-        peak = row.get("both", {}).get("peak_bytes") or row.get("forward", {}).get("peak_bytes")
-        cells.append(f"{peak / 1e6:,.0f}" if peak else "")
+            peak = found.get("peak_bytes")
+            cells += [f"{found['ms']:.3f}" if "ms" in found else "refused",
+                      "" if peak is None else f"{peak / 1e6:,.0f}"]
         found = errors.get(row["row"], {})
         cells += [f"{found[name]:.1e}" if name in found else "" for name in ("o", "gradients")]
         result.add_row(row["label"], *cells)
