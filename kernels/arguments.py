@@ -23,6 +23,7 @@ class Call:
     v: Tensor
     u: Tensor | None
     penalty: Tensor  # λ0, [H], float64
+    smallest_penalty: float | None  # of them; None where they were not read
     beta: Tensor | None
     g: Tensor | None
     write_rule: str
@@ -67,12 +68,13 @@ def check(q, k, v, u=None, *, penalty, beta, g, write_rule, erase_key, feature_m
             if value is not None:
                 raise ValueError(f"write_rule 'mesa' solves least squares over unit keys and takes no {name}; "
                                  f"leave {name} out, or use write_rule='gain'")
-        if erase_key != "unit":
-            raise ValueError("write_rule 'mesa' uses unit keys; leave erase_key at 'unit', or use write_rule='gain'")
+        for name, value in (("erase_key", erase_key), ("u_scale", u_scale)):
+            if value != "unit":
+                raise ValueError(f"write_rule 'mesa' uses unit keys; leave {name} at 'unit', or use write_rule='gain'")
     if refresh is not None:
         refresh = _check_refresh(refresh, write_rule)
-    penalty = _check_penalty(penalty, q)
-    call = Call(q, k, v, None if write_rule in ("fixed", "linear") else u, penalty, beta, g, write_rule, erase_key,
+    penalty, smallest = _check_penalty(penalty, q)
+    call = Call(q, k, v, None if write_rule in ("fixed", "linear") else u, penalty, smallest, beta, g, write_rule, erase_key,
                 feature_map, readout, u_scale, refresh, initial_state, output_final_state, bounds, chunk_size,
                 diagnostics)
     if initial_state is not None:
@@ -134,7 +136,7 @@ def check_cu_seqlens(cu_seqlens, q: Tensor) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def _check_penalty(penalty, q: Tensor) -> Tensor:
+def _check_penalty(penalty, q: Tensor) -> tuple[Tensor, float | None]:
     heads = q.shape[2]
     if isinstance(penalty, bool) or not isinstance(penalty, (int, float, Tensor)):
         raise TypeError(f"penalty is a {type(penalty).__name__}; give a positive number or a tensor [H]")
@@ -151,12 +153,13 @@ def _check_penalty(penalty, q: Tensor) -> Tensor:
     else:
         values = [penalty]
     for value in values:
-        if not (value > 0 and math.isfinite(value)):
+        if not 1e-30 < value < 1e30:
             raise ValueError(f"penalty (λ0) is {value}; it must be positive and finite, for example 0.1: "
-                             "M_0 = λ0 I is inverted")
+                             "M_0 = λ0 I is inverted, and neither may leave float32")
+    smallest = float(min(values)) if values else None
     if isinstance(penalty, Tensor):
-        return penalty.to(q.device, torch.float64).expand(heads)
-    return torch.full((heads,), penalty, dtype=torch.float64, device=q.device)
+        return penalty.to(q.device, torch.float64).expand(heads), smallest
+    return torch.full((heads,), penalty, dtype=torch.float64, device=q.device), smallest
 
 
 def _check_refresh(refresh, write_rule: str) -> tuple[int, float]:

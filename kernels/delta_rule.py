@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 from kernels.arguments import check_chunk_size, check_cu_seqlens, check_tensors
 from kernels.grid import Grid, make_grid
 
+LEAST_DECAY = -50.0  # g below it counts as it: e^-50 forgets all, and sums of larger ones would leave float32 no digits
+
 
 def delta_rule(q: Tensor, erase_key: Tensor | None, write_key: Tensor, v: Tensor, beta: Tensor | None = None,
                g: Tensor | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
@@ -59,7 +61,7 @@ class _Decay:
     """Factors e^{G_t - G_s} inside a chunk, G = cumsum(g); without g every method returns its argument."""
 
     def __init__(self, g: Tensor | None):
-        self.G = None if g is None else g.cumsum(-1)
+        self.G = None if g is None else g.clamp(min=LEAST_DECAY).cumsum(-1)
 
     def since_start(self, x: Tensor) -> Tensor:
         return x if self.G is None else x * self.G.exp()[..., None]

@@ -58,6 +58,7 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
             tensor that learns on a GPU.
         beta: write strength, [B, T, H], of any floating-point dtype; None is 1. Ignored by `linear`.
         g: log decay of the memory in nats, likewise, meant to be <= 0; None is 0. Refused with readout "normalized".
+            In chunks below -50 counts as -50, and -inf resets.
         write_rule: "unit" (the paper: w = A k̂/‖A k̂‖), "gain" (w = A k̂; with u=None recursive least squares),
             "fixed" (w = k̂: the delta rule), "linear" (w = φ(k), nothing erased: linear attention), "mesa" (the memory
             of "gain" with u=None, read as Σ v k̂ᵀ A_t q: exact MesaNet).

@@ -19,6 +19,7 @@ from kernels.write_direction import checked_inverse, spd_inverse
 
 PRECISIONS = ("bf16", "tf32", "tf32x3", "ieee")
 LONG = 8192  # tokens
+SMALL = 1e-3  # λ0: below it A = 1/λ0 outside the span of u leaves too little of float32 to what is inside
 NAMES = ("w", "norms", "starts", "factors", "inverse", "Z", "E", "states", "z", "scales")  # kept for the backward pass
 
 
@@ -59,7 +60,7 @@ def run(call, precision: str | None = None) -> Output:
         line(call.q), line(call.k), line(call.v), line(call.u), line(None if rule == "linear" else call.beta),
         line(call.g), M0, S0, z0, batch, None if call.bounds is None else list(call.bounds), rule, call.erase_key,
         call.feature_map, call.readout == "normalized", 1.0 if call.u_scale == "unit" else dk ** -0.5, precision,
-        keep)
+        small(call), keep)
     o, M_last, S_last, z_last = results[:4]
     final = diagnostics = None
     if call.output_final_state:
@@ -76,9 +77,17 @@ def run(call, precision: str | None = None) -> Output:
     return Output(o.view(call.v.shape), final, diagnostics)
 
 
-def resolve(precision: str, k: Tensor, v: Tensor) -> Precision:
+def small(call) -> bool:
+    """Whether A is to be float64, for a λ0 under SMALL."""
+    return call.smallest_penalty is not None and call.smallest_penalty < SMALL
+
+
+def resolve(precision: str, small: bool, k: Tensor, v: Tensor) -> Precision:
     """The kernels' precisions for one word, one of PRECISIONS or "torch": as PyTorch is set for float32 matmuls. That
     is asked for here, inside the registered operators, because a compiled graph cannot ask it."""
+    if small:
+        p = resolve(precision, False, k, v)
+        return replace(p, wide=True, reading="ieee" if INTERPRETED else "tf32x3")
     if precision == "torch":
         precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     if precision == "bf16" and (INTERPRETED or min(k.shape[-1], v.shape[-1]) < 64):
@@ -92,10 +101,10 @@ def resolve(precision: str, k: Tensor, v: Tensor) -> Precision:
     return Precision(matmul, matmul, direction, matmul, precision != "tf32", torch.float32)
 
 
-def _forward_precision(precision: str, k: Tensor, v: Tensor, u, M0, S0, rows: int, bounds, erase_key: str):
+def _forward_precision(precision: str, small: bool, k: Tensor, v: Tensor, u, M0, S0, rows: int, bounds, erase_key: str):
     """`resolve`, and float64 for A where a key is its own direction and the past is long: what is left of the key, 1/T
     of it, would drown in the rounding of A's largest entries, 1/λ0."""
-    p = resolve(precision, k, v)
+    p = resolve(precision, small, k, v)
     longest = k.shape[0] // rows if bounds is None else max(b - a for a, b in zip(bounds, bounds[1:]))
     own = M0 is not None and u is None and erase_key == "unit"
     return replace(p, wide=True) if own and (S0 is not None or longest > LONG) else p
@@ -123,12 +132,13 @@ def _on(x: Tensor):
 def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor | None, g: Tensor | None,
                M0: Tensor | None, S0: Tensor | None, z0: Tensor | None, rows: int, bounds: Sequence[int] | None,
                rule: str, erase_key: str, feature_map: str, normalized: bool, u_scale: float,
-               precision: str, keep: bool) -> list[Tensor]:
+               precision: str, small: bool, keep: bool) -> list[Tensor]:
     """o, M_last, S_last, z_last and what NAMES lists, on the line of tokens; empty tensors for what a rule has not.
 
-    keep: a backward pass may follow. Without it "inverse", which nothing else reads, is empty too.
+    small: see `small`. keep: a backward pass may follow. Without it "inverse", which nothing else reads, is empty too.
     """
-    p, table = _forward_precision(precision, k, v, u, M0, S0, rows, bounds, erase_key), _tables(k, rows, bounds)
+    p = _forward_precision(precision, small, k, v, u, M0, S0, rows, bounds, erase_key)
+    table = _tables(k, rows, bounds)
     write = M_last = None
     with _on(q):
         if M0 is not None:
@@ -144,9 +154,10 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor |
 
 
 @forward_op.register_fake
-def _(q, k, v, u, beta, g, M0, S0, z0, rows, bounds, rule, erase_key, feature_map, normalized, u_scale, precision, keep):
+def _(q, k, v, u, beta, g, M0, S0, z0, rows, bounds, rule, erase_key, feature_map, normalized, u_scale, precision,
+      small, keep):
     tokens, heads, dk = k.shape
-    dv, p = v.shape[-1], _forward_precision(precision, k, v, u, M0, S0, rows, bounds, erase_key)
+    dv, p = v.shape[-1], _forward_precision(precision, small, k, v, u, M0, S0, rows, bounds, erase_key)
     if bounds is None:
         n, chunks = rows, rows * ((tokens // rows + CHUNK - 1) // CHUNK)
     else:
@@ -172,9 +183,9 @@ def _(q, k, v, u, beta, g, M0, S0, z0, rows, bounds, rule, erase_key, feature_ma
 def backward_op(do: Tensor, dM_last: Tensor | None, dS_last: Tensor | None, dz_last: Tensor | None, q: Tensor,
                 k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor | None, g: Tensor | None, M0: Tensor | None,
                 o: Tensor, kept: Sequence[Tensor], rows: int, bounds: Sequence[int] | None, rule: str, erase_key: str,
-                feature_map: str, normalized: bool, u_scale: float, precision: str) -> list[Tensor]:
+                feature_map: str, normalized: bool, u_scale: float, precision: str, small: bool) -> list[Tensor]:
     """dq, dk, dv, du, dbeta, dg, dM0, dS0, dz0; empty tensors for what was not given."""
-    p, table = resolve(precision, k, v), _tables(k, rows, bounds)
+    p, table = resolve(precision, small, k, v), _tables(k, rows, bounds)
     kept = {name: None if x.numel() == 0 else x for name, x in zip(NAMES, kept)}
     memory = delta_rule.Memory(kept["inverse"], kept["Z"], v if kept["E"] is None else kept["E"], kept["states"],
                                kept["z"], kept["scales"])
@@ -194,7 +205,7 @@ def backward_op(do: Tensor, dM_last: Tensor | None, dS_last: Tensor | None, dz_l
 
 @backward_op.register_fake
 def _(do, dM_last, dS_last, dz_last, q, k, v, u, beta, g, M0, o, kept, rows, bounds, rule, erase_key, feature_map,
-      normalized, u_scale, precision):
+      normalized, u_scale, precision, small):
     heads, dk, dv = q.shape[1], q.shape[2], v.shape[2]
     n = rows if bounds is None else len(bounds) - 1
     like = [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, u, beta, g, M0)]

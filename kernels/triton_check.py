@@ -16,7 +16,7 @@ import triton
 from kernels.chunked import chunked
 from kernels.faulty_kinds import FAULTY
 from kernels.state import State
-from kernels.triton_backend import LONG, run
+from kernels.triton_backend import LONG, SMALL, run, small
 from kernels.triton_common import unsupported
 
 TOKENS = 130  # two whole chunks and a piece of one
@@ -38,7 +38,7 @@ def faulty(call) -> bool:
         return kind in FAULTY
     # A past, handed in or long, changes how A is carried where keys are their own directions.
     past = call.initial_state is not None or (call.u is None and call.q.shape[1] > LONG)
-    key = (*kind, past, torch.is_grad_enabled(), call.q.device, torch.get_float32_matmul_precision())
+    key = (*kind, past, small(call), torch.is_grad_enabled(), call.q.device, torch.get_float32_matmul_precision())
     if key not in _checked:
         _checked.add(key)
         if not _check(call, past, torch.is_grad_enabled()):
@@ -80,8 +80,9 @@ def check_error(call, past: bool = False, gradients: bool = True) -> float:
         inputs["k"] = inputs["k"] * 0.05 - (3 if call.feature_map == "elu1" else 0)
     inputs["beta"], inputs["g"] = (draw(rows, TOKENS, heads).sigmoid(), -0.1 * draw(rows, TOKENS, heads).abs())
     inputs = {name: x for name, x in inputs.items() if getattr(call, name) is not None}
-    penalty = torch.full((heads,), 1.0, dtype=torch.float64, device=device)
-    state = State.initial(rows, heads, dk, dv, 1.0, call.write_rule, call.readout, device=device) if past else None
+    value = SMALL / 2 if small(call) else 1.0
+    penalty = torch.full((heads,), value, dtype=torch.float64, device=device)
+    state = State.initial(rows, heads, dk, dv, value, call.write_rule, call.readout, device=device) if past else None
     results, weights = [], None
     with torch.set_grad_enabled(gradients):
         for backend, dtype in ((run, None), (chunked, torch.float64)):

@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.delta_rule import LEAST_DECAY
 from kernels.triton_common import (CHUNK, LEAF, Precision, Tables, dot, feature, load, places, scan, token_places,
                                    unit_rows)
 from kernels.triton_write_direction import Map, mapped
 
-SMALLEST_BETA = 1e-7  # stands in for β nearer to 0, so that e = E/β can be had back; below float32's own rounding of e
+FORGOTTEN = tl.constexpr(LEAST_DECAY)
+SMALLEST_BETA = 1e-18  # stands in for β nearer to 0, so that e = E/β can be had back: all of E is proportional to it
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,11 @@ def load_key(k, offsets, mask, F: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def load_decay(g, token, end, head, H, C: tl.constexpr, HAS_G: tl.constexpr):
-    """G = cumsum(g) in the chunk, [C], and its last value; rows past the end repeat it."""
+    """G = cumsum(g) in the chunk, [C], and its last value; rows past the end repeat it. g as far as FORGOTTEN."""
     if HAS_G:
         base, offsets, mask = token_places(token, end, head, H, C)
         value = tl.load(g + base + offsets, mask=mask, other=0).to(tl.float32)
+        value = tl.maximum(value, FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
         return tl.cumsum(value, 0), tl.sum(value, 0)
     else:
         return tl.zeros([C], tl.float32), 0.0

@@ -16,18 +16,21 @@ BITS = tl.constexpr(0x4B400000)  # of WHOLE
 
 @triton.jit
 def on_grid(x):
-    """x in [-1, 1] in units of 2⁻¹⁵, rounded, as a float32 and as the 16 bit integer that holds it, without 2¹⁵ itself.
+    """x in [-1, 1] in units of 2⁻¹⁵, rounded, as a float32 and as the 16 bit integer that holds it, without ±2¹⁵: that is
+    NaN.
 
     By additions, for the GPU converts and rounds at a quarter of their rate.
     """
-    y = tl.minimum(x * 32768.0 + WHOLE, WHOLE + 32767.0)
-    return y - WHOLE, (y.to(tl.int32, bitcast=True) - BITS).to(tl.int16)
+    y = tl.minimum(x * 32768.0 + WHOLE, WHOLE + 32767.0, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.maximum(y, WHOLE - 32767.0, propagate_nan=tl.PropagateNan.ALL)
+    return y - WHOLE, tl.where(y == y, y.to(tl.int32, bitcast=True) - BITS, -32768).to(tl.int16)
 
 
 @triton.jit
 def from_grid(x):
-    """The numbers in [-1, 1) whose integers `on_grid` gave, float32."""
-    return ((x.to(tl.int32) + BITS).to(tl.float32, bitcast=True) - WHOLE) * (1 / 32768)
+    """The numbers in (-1, 1) whose integers `on_grid` gave, float32."""
+    y = ((x.to(tl.int32) + BITS).to(tl.float32, bitcast=True) - WHOLE) * (1 / 32768)
+    return tl.where(x == -32768, float("nan"), y)
 
 
 @triton.jit

@@ -101,26 +101,28 @@ def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, 
 @triton.jit
 def later_tokens(V, factors, H, head, token, end, first, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
                  P: tl.constexpr):
-    """tril(V Wᵀ) W for R rows V of a chunk, `first` of which come before them. Where V is float64, so is V Wᵀ."""
+    """tril(V Wᵀ) W for R rows V of a chunk, `first` of which come before them. Where V is float64, so is all of it."""
     base, offsets, mask = places(token, end, head, H, D, C)
     W = tl.load(factors + base + offsets, mask=mask, other=0)
-    inner = dot_wide(V, tl.trans(W)).to(tl.float32) if V.dtype == tl.float64 else dot(V, tl.trans(W), P)
     lower = first + tl.arange(0, R)[:, None] >= tl.arange(0, C)[None, :]
-    return dot(tl.where(lower, inner, 0.0), W, P)
+    if V.dtype == tl.float64:
+        return dot_wide(tl.where(lower, dot_wide(V, tl.trans(W)), 0.0), W)
+    else:
+        return dot(tl.where(lower, dot(V, tl.trans(W), P), 0.0), W, P)
 
 
 @triton.jit
 def mapped(V, starts, factors, out, norms, chunk, head, H, token, end, first, UNIT: tl.constexpr, R: tl.constexpr,
            D: tl.constexpr, C: tl.constexpr, P: tl.constexpr):
     """A_t x_t for R rows V of a chunk, `first` of which come before them, as stored to `out`; with UNIT its direction,
-    and its length to `norms`. Where V is float64, A is too."""
+    and its length to `norms`. Where V is float64, A is too, and the difference, of which 1/λ0 cancels."""
     line = tl.arange(0, D)
     start = tl.load(starts + (chunk * H + head) * D * D + line[:, None] * D + line[None, :])
     if V.dtype == tl.float64:
-        a = dot_wide(V, start).to(tl.float32)
+        a = (dot_wide(V, start) - later_tokens(V, factors, H, head, token, end, first, R, D, C, P)).to(tl.float32)
     else:
         a = dot(V, tl.trans(start), P)  # A is symmetric, and tf32 matmuls want it by columns
-    a -= later_tokens(V, factors, H, head, token, end, first, R, D, C, P)
+        a -= later_tokens(V, factors, H, head, token, end, first, R, D, C, P)
     if UNIT:
         squared = tl.sum(a * a, 1)
         length = tl.sqrt(squared)
@@ -153,25 +155,32 @@ def map_kernel(x, starts, factors, out, norms, chunks, H, F: tl.constexpr, RAW: 
 
 @triton.jit
 def map_gradient_kernel(dw, w, norms, starts, factors, b, outer, chunks, H, UNIT: tl.constexpr, D: tl.constexpr,
-                        C: tl.constexpr, P: tl.constexpr):
-    """b = A_t da_t for the gradient dw of the map's result w, and outer = Σ b aᵀ + a bᵀ over the chunk."""
+                        C: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+    """b = A_t da_t for the gradient dw of the map's result w, R rows at once, and outer = Σ b aᵀ + a bᵀ over the chunk."""
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program // H, program % H
     token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
     line = tl.arange(0, D)
     square = program * D * D + line[:, None] * D + line[None, :]
-    base, offsets, mask = places(token, end, head, H, D, C)
-    V, a = load(dw + base, offsets, mask), load(w + base, offsets, mask)
-    if UNIT:
-        base_t, per_token, mask_t = token_places(token, end, head, H, C)
-        length = tl.load(norms + base_t + per_token, mask=mask_t, other=0)
-        V = V - a * tl.sum(V * a, 1)[:, None]
-        V = V * tl.where(length > 0, 1 / tl.where(length > 0, length, 1.0), 0.0)[:, None]
-        a = a * length[:, None]
-    B = dot(V, tl.load(starts + square), P)
-    B -= later_tokens(V, factors, H, head, token, end, 0, C, D, C, P)
-    tl.store(b + base + offsets, B.to(b.dtype.element_ty), mask=mask)
-    half = dot(tl.trans(B), a, P)
+    half = tl.zeros([D, D], tl.float32)
+    for first in tl.static_range(0, C, R):
+        base, offsets, mask = places(token + first, end, head, H, D, R)
+        V, a = load(dw + base, offsets, mask), load(w + base, offsets, mask)
+        if UNIT:
+            base_t, per_token, mask_t = token_places(token + first, end, head, H, R)
+            length = tl.load(norms + base_t + per_token, mask=mask_t, other=0)
+            V = V - a * tl.sum(V * a, 1)[:, None]
+            V = V * tl.where(length > 0, 1 / tl.where(length > 0, length, 1.0), 0.0)[:, None]
+            a = a * length[:, None]
+        start = tl.load(starts + square)
+        if start.dtype == tl.float64:
+            V = V.to(tl.float64)
+            B = (dot_wide(V, start) - later_tokens(V, factors, H, head, token, end, first, R, D, C, P)).to(tl.float32)
+        else:
+            B = dot(V, start, P)
+            B -= later_tokens(V, factors, H, head, token, end, first, R, D, C, P)
+        tl.store(b + base + offsets, B.to(b.dtype.element_ty), mask=mask)
+        half = dot_onto(half, tl.trans(B), a, P)
     tl.store(outer + square, half + tl.trans(half))
 
 
@@ -237,6 +246,10 @@ def stretch_tokens(tokens: int, heads: int, d: int) -> int:
     return length
 
 
+def rows_at_once(d: int, wide: bool) -> int:
+    return CHUNK // 2 if wide and d == 128 else CHUNK  # a float64 A of 128 x 128 leaves no more room
+
+
 def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, feature_map: str, scale: float, raw: bool,
                 unit: bool, precision: Precision, fused: bool = False) -> tuple[Map, Tensor]:
     """The map, and M after the last token [N, H, D, D] float64.
@@ -263,9 +276,10 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
         num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
     pending = fused and not (same or raw or precision.wide)
     if not (same or pending):
-        rows = CHUNK // 2 if precision.wide and d == 128 else CHUNK  # a float64 A of 128 x 128 leaves no more room
+        rows = rows_at_once(d, precision.wide)
+        x = k.float() if precision.wide else k  # as in `stretch_starts`
         map_kernel[(len(table.chunks) * heads * (CHUNK // rows),)](
-            k, starts, factors, out, norms, table.chunks, heads, F=feature_map, RAW=raw, UNIT=unit, D=d, C=CHUNK,
+            x, starts, factors, out, norms, table.chunks, heads, F=feature_map, RAW=raw, UNIT=unit, D=d, C=CHUNK,
             R=rows, WIDE=precision.wide, P=precision.reading, num_warps=4 if d < 128 else 8)
     return Map(out, norms, starts, factors, pending), M_last
 
@@ -279,8 +293,10 @@ def map_backward(dw: Tensor, k: Tensor, u: Tensor | None, x: Map, table: Tables,
     b = torch.empty(tokens, heads, d, dtype=precision.store, device=k.device)
     outer = torch.empty(len(table.chunks), heads, d, d, dtype=torch.float32, device=k.device)
     grid, nw = (len(table.chunks) * heads,), 4 if d < 128 else 8
-    map_gradient_kernel[grid](dw, x.w, x.norms, x.starts, x.factors, b, outer, table.chunks, heads, UNIT=unit, D=d, C=CHUNK,
-                              P=precision.reading, num_warps=nw)
+    wide = x.starts.dtype == torch.float64
+    read = [y.float() if wide else y for y in (dw, x.w)]  # as in `stretch_starts`
+    map_gradient_kernel[grid](*read, x.norms, x.starts, x.factors, b, outer, table.chunks, heads, UNIT=unit, D=d, C=CHUNK,
+                              R=rows_at_once(d, wide), P=precision.reading, num_warps=nw)
     initial = None if dM_last is None else (-dM_last - dM_last.mT).contiguous()
     total = scan(outer, table, 0, initial, reverse=True)
     du = None if u is None else torch.empty_like(u)

@@ -121,6 +121,8 @@ class ModelConfig:
                 raise ValueError(f"refresh has no effect on mixer {self.mixer!r}: leave it at null")
             if self.backend not in ("auto", "reference"):
                 raise ValueError(f"refresh needs the token loop, backend is {self.backend!r}: leave backend at auto")
+        if self.u_scale != "unit" and self.mixer == "mesa":
+            raise ValueError(f"u_scale {self.u_scale!r} does not fit mixer 'mesa', whose directions are unit keys: use unit")
         if self.learn_penalty and not row.penalised:
             raise ValueError(f"learn_penalty has no effect on mixer {self.mixer!r}, which has no penalty: set it false")
 

@@ -1,6 +1,7 @@
 """The Triton kernels: in Triton's interpreter on any machine, and on a GPU (marker `gpu`) for what only a GPU shows."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 from kernel_cases import VARIANTS, make_inputs
 from torch.utils.checkpoint import checkpoint
-from triton_cases import CPU_CASES, DIAGNOSED, TF32_CASES, diagnostics_errors, errors
+from triton_cases import CPU_CASES, DIAGNOSED, TF32_CASES, diagnostics_errors, errors, extremes
 
 from kernels import triton_check, vla
 
@@ -58,6 +59,35 @@ def test_equals_the_chunked_path_in_the_interpreter(interpreted, name):
 def test_equals_the_chunked_path_with_tf32_allowed_in_the_interpreter(interpreted, name):
     found = interpreted[name + ", tf32"]
     assert {key: error for key, error in found.items() if not error < 1e-3} == {}  # directions are multiples of 2^-15
+
+
+# What is left of float32: du is a difference of terms of 1/λ0, and a reset's e^-50 costs the sums their last digits.
+EXTREMES = {"du, λ0 = 1e-4": 2e-3, "one direction": 3e-4, "reset by -inf": 1e-3, "beta 0": 1e-9}
+
+
+def test_extremes_in_the_interpreter(interpreted):
+    found = interpreted["extremes"]
+    assert {name: error for name, error in found.items() if not error < EXTREMES.get(name, 2e-5)} == {}
+    assert interpreted["nan"]["finite"] == 0  # of all that follows a direction that is NaN
+
+
+@pytest.mark.gpu
+def test_extremes():
+    assert {name: error for name, error in extremes("cuda").items() if not error < EXTREMES.get(name, 2e-5)} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_a_direction_that_is_nan_is_seen(precision):
+    x = [torch.randn(1, 300, 2, 64, device="cuda") for _ in range(4)]
+    x[3][0, 100, 0, 5] = math.nan
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        o = vla(*x, readout="headwise", backend="triton").o[0, 100:]
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert not o[:, 0].isfinite().any() and o[:, 1].isfinite().all()
 
 
 def test_bfloat16_in_the_interpreter(interpreted):

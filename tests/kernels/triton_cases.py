@@ -5,6 +5,7 @@ in a test session may have happened already, so `test_triton.py` starts it as a 
 """
 
 import json
+import math
 import sys
 import tempfile
 from dataclasses import fields
@@ -70,6 +71,30 @@ def diagnostics_errors(variant, packed, dtype=torch.float32, device="cpu"):
     assert [x is None for x in found[0].values()] == [x is None for x in found[1].values()]
     return {name: float((x - found[1][name]).norm() / found[1][name].norm().clamp(min=1e-6))
             for name, x in found[0].items() if x is not None}
+
+
+def extremes(device="cpu"):
+    """Relative errors of o and, for a small λ0, of the gradients, where float32 leaves least; o itself for β = 0."""
+    generator = torch.Generator().manual_seed(0)
+    x = [torch.randn(1, 80, 1, 16, generator=generator).to(device) for _ in range(4)]
+    decay = torch.full((1, 80, 1), -0.01, device=device)
+    decay[:, ::5] = -math.inf
+
+    def both(inputs, **options):
+        found = []
+        for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+            leaves = [y.detach().to(dtype, copy=True).requires_grad_() for y in inputs]
+            options = {name: y.to(dtype) if isinstance(y, torch.Tensor) else y for name, y in options.items()}
+            o = vla(*leaves, readout="headwise", backend=backend, **options).o
+            found.append([o, *torch.autograd.grad((o * torch.linspace(-1, 1, 16, device=device)).sum(), leaves)])
+        return [float((a.detach().double() - b.detach()).norm() / b.detach().norm()) for a, b in zip(*found)]
+
+    repeated = [y[:, :1].expand_as(y) for y in x[1:2]]
+    found = {f"{name}, λ0 = 1e-4": error for name, error in zip(("o", "dq", "dk", "dv", "du"), both(x, penalty=1e-4))}
+    found["one direction"] = both([x[0], *repeated, x[2], *repeated], feature_map="identity")[0]
+    found["reset by -inf"] = both(x, g=decay)[0]
+    found["beta 0"] = vla(*x, beta=0 * decay.exp(), readout="headwise", backend="triton").o.abs().max().item()
+    return found
 
 
 def against_plain(wrap):
@@ -140,7 +165,11 @@ if __name__ == "__main__":
     found = {name: errors(name, CPU_CASES) for name in CPU_CASES}
     torch.set_float32_matmul_precision("high")
     found |= {name + ", tf32": errors(name, CPU_CASES) for name in TF32_CASES}
+    x = [torch.randn(1, 80, 1, 16) for _ in range(4)]
+    x[3][0, 20, 0, 5] = math.nan
+    found["nan"] = {"finite": vla(*x, readout="headwise", backend="triton").o[0, 20:].isfinite().sum().item()}
     torch.set_float32_matmul_precision("highest")
+    found["extremes"] = extremes()
     found["bfloat16"] = errors("unit, headwise, state", CPU_CASES, torch.bfloat16)
     found |= {f"diagnostics of {variant}": diagnostics_errors(variant, packed) for variant, packed in DIAGNOSED}
     found["compiled"] = against_plain(lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))

@@ -80,6 +80,7 @@ def test_an_unknown_field_is_refused_by_name():
     [
         ({"refresh": (0, 1e-3)}, "refresh is [0, 0.001]"),
         ({"refresh": (20, 1e-3), "mixer": "linear"}, "refresh has no effect on mixer 'linear'"),
+        ({"u_scale": "inverse_sqrt_d", "mixer": "mesa"}, "u_scale 'inverse_sqrt_d' does not fit mixer 'mesa'"),
         ({"refresh": (20, 1e-3), "backend": "chunked"}, "refresh needs the token loop"),
     ],
 )
