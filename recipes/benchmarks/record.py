@@ -1,8 +1,10 @@
 """Results on disk, one entry a measurement, so that a killed run goes on from what it has."""
 
 import ast
+import fcntl
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -59,11 +61,17 @@ class Record:
     """A JSON file {"report": {table: its rows}, "results": [{...what was measured, "commit", "result": numbers}]},
     written whole after every measurement and table. path: the file, in a folder that exists.
 
-    Raises ValueError where the file is another.
+    Raises ValueError where the file is another, or another process writes to it. Ends the process (exit code 3) where it
+    cannot be written any more.
     """
 
     def __init__(self, path: Path):
         self.path, self.commit, self.report, self.entries = path, commit(), {}, []
+        self._lock = open(path.with_name(f".{path.name}.lock"), "w")  # held until this process ends
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process writes to {path}: wait for it, or give another --out") from None
         if path.exists():
             try:
                 found = json.loads(path.read_text())
@@ -98,5 +106,11 @@ class Record:
 
     def save(self) -> None:
         partial = self.path.with_name(f"{self.path.name}.partial")
-        partial.write_text(json.dumps({"report": self.report, "results": self.entries}, indent=1))
-        partial.replace(self.path)
+        try:
+            partial.write_text(json.dumps({"report": self.report, "results": self.entries}, indent=1))
+            partial.replace(self.path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            print(f"stopped: {self.path} cannot be written ({error.strerror}): mend that and start again, what was "
+                  "measured before stays in it", file=sys.stderr)
+            sys.exit(3)

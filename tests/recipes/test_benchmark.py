@@ -1,10 +1,13 @@
 """`python -m recipes.benchmark`: what it measures on a CPU, what it says of the rest, and how it goes on after a
 kill."""
 
+import errno
 import json
 import math
 import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -318,3 +321,29 @@ def test_every_row_says_what_it_needs_without_a_gpu():
             assert call().isfinite().all() and all(x.requires_grad for x in leaves)
     assert "no backward pass" in CONTENDERS["vla-recurrent"].refusal("both", shape, cpu)
     assert "autograd would keep" in CONTENDERS["vla-loop"].refusal("both", Shape(8, 4096, 16, 64), cpu)
+
+
+def test_two_processes_do_not_write_one_record(tmp_path):
+    hold = ("import sys, pathlib; from recipes.benchmarks.record import Record; "
+            "record = Record(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()")
+    path = tmp_path / "record.json"
+    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", hold, str(path)], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="another process writes to .*record.json: wait for it, or give another --out"):
+            Record(path)
+    Record(path)
+
+
+def test_a_record_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, capsys):
+    record = Record(tmp_path / "record.json")
+    record.once({"row": "a"}, lambda: {"ms": 1.0})
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SystemExit) as stop:
+        record.once({"row": "b"}, lambda: {"ms": 2.0})
+    assert stop.value.code == 3 and "cannot be written (No space left on device)" in capsys.readouterr().err
+    assert [entry["row"] for entry in json.loads((tmp_path / "record.json").read_text())["results"]] == ["a"]
