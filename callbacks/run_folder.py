@@ -11,6 +11,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -80,6 +81,8 @@ def resume_point(resume: str | None, run_dir: Path | None) -> tuple[Path | None,
 def environment() -> dict[str, Any]:
     """Command, versions, devices and git state of this start, as plain types."""
     def git(*words: str) -> str | None:
+        if shutil.which("git") is None:  # as in many containers
+            return None
         done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent)
         return done.stdout.strip() if done.returncode == 0 else None
 

@@ -49,10 +49,7 @@ def setting(dtype: torch.dtype, device: torch.device) -> dict:
 
 def commit() -> str | None:
     """The checkout's commit, with " (dirty)" behind it where tracked code differs from it; None where there is none."""
-    try:
-        git = environment()["git"]
-    except OSError:  # no git here
-        return None
+    git = environment()["git"]
     changed = any(line.endswith(".py") and not line.startswith("??") for line in git["changed_files"] or [])
     return git["commit"] and git["commit"] + " (dirty)" * changed
 
