@@ -12,25 +12,25 @@ from kernels.triton_common import INTERPRETED, Tables, dot_onto, dot_wide, featu
 
 WHOLE = tl.constexpr(12582912.0)  # 3 · 2²²: x + WHOLE holds x rounded to a whole number, |x| < 2²², in its last bits
 BITS = tl.constexpr(0x4B400000)  # of WHOLE
+STEPS = tl.constexpr(32767.0)  # a direction's entries are whole numbers of 1/STEPS
+NOT_FINITE = tl.constexpr(-32768)  # stands for an entry of a direction that is not
 
 
 @triton.jit
 def on_grid(x):
-    """x in [-1, 1] in units of 2⁻¹⁵, rounded, as a float32 and as the 16 bit integer that holds it, without ±2¹⁵: that is
-    NaN.
+    """x in [-1, 1] in units of 1/STEPS, rounded: as a float32 and as a 16 bit integer.
 
     By additions, for the GPU converts and rounds at a quarter of their rate.
     """
-    y = tl.minimum(x * 32768.0 + WHOLE, WHOLE + 32767.0, propagate_nan=tl.PropagateNan.ALL)
-    y = tl.maximum(y, WHOLE - 32767.0, propagate_nan=tl.PropagateNan.ALL)
-    return y - WHOLE, tl.where(y == y, y.to(tl.int32, bitcast=True) - BITS, -32768).to(tl.int16)
+    y = x * STEPS + WHOLE
+    return y - WHOLE, tl.where(y == y, y.to(tl.int32, bitcast=True) - BITS, NOT_FINITE).to(tl.int16)
 
 
 @triton.jit
 def from_grid(x):
-    """The numbers in (-1, 1) whose integers `on_grid` gave, float32."""
-    y = ((x.to(tl.int32) + BITS).to(tl.float32, bitcast=True) - WHOLE) * (1 / 32768)
-    return tl.where(x == -32768, float("nan"), y)
+    """The whole number in float32, NaN for NOT_FINITE, of such an integer."""
+    y = (x.to(tl.int32) + BITS).to(tl.float32, bitcast=True) - WHOLE
+    return tl.where(x == NOT_FINITE, float("nan"), y)
 
 
 @triton.jit
@@ -42,9 +42,10 @@ def bytes_of(x):
 
 @triton.jit
 def inverse_column_norm(x):
-    """1/‖column‖, zero for zero columns, [1, N]."""
+    """1/‖column‖, zero for zero columns, NaN for those that are not finite, [1, N]."""
     squared = tl.sum(x * x, 0)
-    return tl.where(squared > 0, 1 / tl.sqrt(tl.where(squared > 0, squared, 1.0)), 0.0)[None, :]
+    inverse = tl.where(squared > 0, 1 / tl.sqrt(tl.where(squared > 0, squared, 1.0)), 0.0)
+    return tl.where(squared < float("inf"), inverse, float("nan"))[None, :]
 
 
 @triton.jit
@@ -62,8 +63,8 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
                 EXACT: tl.constexpr):
     """The unit directions of a stretch, and R rows of their Σ u uᵀ in float64.
 
-    Directions are float64 times SCALE, or `on_grid`: rounding a unit vector to float32 would leave the span of its
-    repetitions, on the coarse grid sums are exact. There each is a pair of bfloat16 vectors of whole numbers up to 128,
+    Directions are float64 times SCALE, or whole numbers (`on_grid`): rounding a unit vector to float32 would leave the span of its
+    repetitions, of whole numbers sums are exact. There each is a pair of bfloat16 vectors of whole numbers up to 128,
     whose products, two a token at most, sum up exactly in float32 for GROUP * C = 512 tokens. So the sum is exactly that of
     the directions. EXACT: "bf16", or "ieee" in the interpreter, which does not model it.
     """
@@ -114,7 +115,7 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
             if R == D:
                 middle += tl.trans(middle)
             total += large.to(tl.float64) * 65536.0 + middle.to(tl.float64) * 256.0 + small.to(tl.float64)
-    tl.store(gram + program * D * D + row[:, None] * D + line[None, :], total * (SCALE * SCALE * (1.0 if WIDE else 2.0 ** -30)))
+    tl.store(gram + program * D * D + row[:, None] * D + line[None, :], total * (SCALE * SCALE / (1.0 if WIDE else STEPS * STEPS)))
 
 
 @triton.jit

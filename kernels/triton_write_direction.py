@@ -6,7 +6,6 @@ every chunk's start, so that the map itself, a = X A − tril(X Wᵀ) W, and all
 parallel. Where x is u, a_t = W_t D_t^-1/2, which does not cancel.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from kernels.triton_common import (CHUNK, LEAF, Precision, Tables, dot, dot_apart, dot_onto, dot_wide, feature,
                                    feature_slope, load, places, scan, token_places, unit_rows, unit_rows_gradient)
-from kernels.triton_stretch_starts import from_grid, stretch_starts
+from kernels.triton_stretch_starts import STEPS, from_grid, stretch_starts
 
 
 @triton.jit
@@ -50,7 +49,7 @@ def leaf_factor(G, N: tl.constexpr):
 @triton.jit
 def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, H, SCALE: tl.constexpr,
                   SAME: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-                  WIDE: tl.constexpr, COARSE: tl.constexpr, P: tl.constexpr, NARROW: tl.constexpr):
+                  WIDE: tl.constexpr, P: tl.constexpr, NARROW: tl.constexpr):
     """Walks a stretch: A at every chunk's start to `starts`, W to `factors`; SAME: also the map of u itself.
 
     Tokens are columns here: [D, N] tiles keep all warps busy where [N, D] ones would not. The next leaf is loaded
@@ -70,7 +69,7 @@ def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, 
     for i in range(0, (end - token + C - 1) // C):
         tl.store(starts + ((chunk + i).to(tl.int64) * H + head) * (D * D) + square, A)
         for j in range(0, C // N):
-            U, base_now, mask_now = ahead if WIDE else from_grid(ahead) * SCALE, base, mask
+            U, base_now, mask_now = ahead if WIDE else from_grid(ahead), base, mask
             base, _, mask = token_places(token + i * C + (j + 1) * N, end, head, H, N)
             ahead = tl.load(directions + base * D + columns, mask=mask[None, :], other=0)
             eye = tl.where(leaf[:, None] == leaf[None, :], 1.0, 0.0)
@@ -79,8 +78,8 @@ def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, 
                 R, pivots = leaf_factor(dot_wide(tl.trans(U), AU) + eye, N)
                 Y = dot_wide(AU, R)
             else:
-                AU = dot(A, U, P, SHORT=COARSE * 2)
-                R, pivots = leaf_factor(dot_apart(tl.trans(U), AU, P, SHORT=COARSE) + eye, N)
+                AU = dot(A, U, P, SHORT=2) * (SCALE / STEPS)
+                R, pivots = leaf_factor(dot_apart(tl.trans(U), AU, P, SHORT=1) * (SCALE / STEPS) + eye, N)
                 Y = dot_apart(AU, R, NARROW)
             W = Y * tl.sqrt(pivots)[None, :]
             tl.store(factors + base_now * D + columns, W, mask=mask_now[None, :])
@@ -261,7 +260,6 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
     tokens, heads, d = k.shape
     from_key, device = u is None, k.device
     same = from_key and not raw
-    coarse = not precision.wide and math.frexp(scale)[0] == 0.5  # directions of 16 bits
     directions, inverses, M_last = stretch_starts(
         k if from_key else u, M0, table, feature_map=feature_map, from_key=from_key, scale=scale, wide=precision.wide)
     starts = torch.empty(len(table.chunks), heads, d, d, dtype=inverses.dtype, device=device)
@@ -272,7 +270,7 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
     narrow = "tf32x3" if d == 128 and precision.direction == "bf16x3" else precision.direction
     factor_kernel[(len(table.stretches) * heads,)](
         directions, inverses, starts, factors, out, norms, table.stretches, heads, SCALE=scale, D=d, WIDE=precision.wide,
-        SAME=same, UNIT=unit, C=CHUNK, N=LEAF, COARSE=int(coarse), P=precision.direction, NARROW=narrow,
+        SAME=same, UNIT=unit, C=CHUNK, N=LEAF, P=precision.direction, NARROW=narrow,
         num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
     pending = fused and not (same or raw or precision.wide)
     if not (same or pending):

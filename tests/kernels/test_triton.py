@@ -58,7 +58,7 @@ def test_equals_the_chunked_path_in_the_interpreter(interpreted, name):
 @pytest.mark.parametrize("name", TF32_CASES)
 def test_equals_the_chunked_path_with_tf32_allowed_in_the_interpreter(interpreted, name):
     found = interpreted[name + ", tf32"]
-    assert {key: error for key, error in found.items() if not error < 1e-3} == {}  # directions are multiples of 2^-15
+    assert {key: error for key, error in found.items() if not error < 1e-3} == {}  # directions are 16 bit integers
 
 
 # What is left of float32: du is a difference of terms of 1/λ0, and a reset's e^-50 costs the sums their last digits.

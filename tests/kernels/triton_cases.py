@@ -33,7 +33,7 @@ CPU_CASES = {
     "one token": ("unit", "normalized", (1, 1, 1, 16, 16), True, None),
 }
 
-# Those that compute otherwise where PyTorch allows tf32: A in float32, directions in multiples of 2^-15.
+# Those that compute otherwise where PyTorch allows tf32: A in float32, directions as 16 bit integers.
 TF32_CASES = ("unit, headwise, state", "unit, packed, state", "unit key, scaled", "gain", "gain raw")
 DIAGNOSED = (("unit", True), ("gain-key", False), ("fixed", False), ("linear", False))  # variant, packed
 
