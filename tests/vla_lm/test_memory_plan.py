@@ -67,11 +67,12 @@ def test_what_the_triton_backend_keeps(mixer, dtype, monkeypatch):
     heads, size, tokens, row = 4, 64, 512, MIXERS[mixer]
     like = torch.empty(tokens, heads, size, dtype=dtype, device="meta")
     strength = torch.empty(tokens, heads, device="meta") if config.beta != "none" else None
-    M0 = torch.empty(1, heads, size, size, dtype=torch.float64, device="meta") if row.penalised else None
+    M0 = torch.empty(heads, dtype=torch.float64, device="meta") if row.penalised else None
     u = like if config.u_source == "projection" else None
     precision = "bf16" if dtype == torch.bfloat16 else "tf32"
     out = triton_backend.forward_op(like, like, like, u, strength, None, M0, None, None, 1, None, row.write_rule,
-                                    "unit", config.feature_map, config.readout == "normalized", 1.0, precision)
+                                    "unit", config.feature_map, config.readout == "normalized", 1.0, precision,
+                                    small=False, keep=True)
     kept = [like, like, like, out[0], *out[4:], *(x for x in (u, strength) if x is not None)]
     found = sum(tensor.numel() * tensor.itemsize for tensor in kept) / tokens
     assert operator_activations(config, dtype.itemsize, True) == pytest.approx(found, rel=0.1)
