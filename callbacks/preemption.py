@@ -41,8 +41,9 @@ class Preemption(Callback):
     the curve has no gap; it comes after the save, so losing it loses nothing else. A signal that comes during a
     validation waits for its end and for one step more. So a warning must come early enough for one validation, one
     optimizer step and one save. Before the first validation or step, when there is nothing to save, a signal ends the
-    process at once and without a message: a process that waits for other ranks does not run Python. Later signals change nothing, except a second Ctrl-C, which ends the run at once. A
-    signal in the run's last step changes nothing: the run is finished and saved anyway.
+    process at once and without a message: a process that waits for other ranks does not run Python. Later signals
+    change nothing, except a second Ctrl-C, which ends the run at once. A signal in the run's last step changes nothing:
+    the run is finished and saved anyway.
 
     Args:
         checkpoint: what saves the run.

@@ -18,7 +18,8 @@ from rich.progress import track
 
 from recipes.benchmarks import ahead, decode, operators, sweep
 from recipes.benchmarks.contenders import pick
-from recipes.benchmarks.measure import Shape, machine, pick_device, pick_dtype
+from recipes.benchmarks.machine import machine
+from recipes.benchmarks.measure import Shape, pick_device, pick_dtype
 from recipes.benchmarks.record import Record
 from recipes.benchmarks.request import check, check_out, parse
 from recipes.console import bad_input

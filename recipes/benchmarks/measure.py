@@ -1,11 +1,7 @@
 """How a call is measured: the median of its time, and the memory it takes beyond what was there."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import metadata
 from statistics import median
 from time import perf_counter
 
@@ -113,30 +109,6 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     call()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def machine(device: torch.device) -> dict:
-    """What a number depends on besides code and shape: the card, its driver (None on a CPU), the packages' versions."""
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-    for package in ("triton", "flash-linear-attention"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    if device.type == "cuda":
-        return {"card": torch.cuda.get_device_name(device), "driver": driver_version(), "versions": versions}
-    return {"card": f"CPU ({torch.get_num_threads()} threads)", "driver": None, "versions": versions}
-
-
-@lru_cache
-def driver_version() -> str | None:
-    """Of NVIDIA's driver, for example 580.159.04, as nvidia-smi says; None where it says nothing."""
-    try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                              capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(done.stdout.split()), None)  # a line for each GPU
 
 
 def reason(error: Exception) -> str:

@@ -13,7 +13,7 @@ import torch
 
 import kernels
 from callbacks.run_folder import environment
-from recipes.benchmarks.measure import machine
+from recipes.benchmarks.machine import machine
 
 MEASURING = ("contenders", "decode", "measure", "operators", "peers")  # the modules that decide what a number means
 

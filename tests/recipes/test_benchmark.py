@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from recipes import benchmark
-from recipes.benchmarks import ahead, decode, measure, operators, record, sweep
+from recipes.benchmarks import ahead, decode, machine, operators, record, sweep
 from recipes.benchmarks.ahead import compile_ahead
 from recipes.benchmarks.contenders import CONTENDERS, make_inputs
 from recipes.benchmarks.measure import Shape
@@ -196,13 +196,13 @@ def test_without_git_there_is_no_commit(monkeypatch):
 def test_the_drivers_version(monkeypatch):
     done = subprocess.CompletedProcess([], 0, stdout="580.159.04\n580.159.04\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-    assert measure.driver_version.__wrapped__() == "580.159.04"
+    assert machine.driver_version.__wrapped__() == "580.159.04"
 
     def failing(*_, **__):
         raise subprocess.CalledProcessError(9, "nvidia-smi")
 
     monkeypatch.setattr(subprocess, "run", failing)
-    assert measure.driver_version.__wrapped__() is None
+    assert machine.driver_version.__wrapped__() is None
 
 
 def test_each_pass_has_its_own_peak():
