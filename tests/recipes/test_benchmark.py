@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from recipes import benchmark
-from recipes.benchmarks import ahead, decode, machine, operators, record, sweep
+from recipes.benchmarks import ahead, decode, machine, measure, operators, record, sweep
 from recipes.benchmarks.ahead import compile_ahead
 from recipes.benchmarks.contenders import CONTENDERS, make_inputs
 from recipes.benchmarks.measure import Shape
