@@ -8,7 +8,7 @@ from kernels.features import DENOMINATOR_EPS, features, head_norm, unit
 from kernels.grid import Grid, make_grid
 from kernels.key_sum import key_sum
 from kernels.state import PENALTY_RULES, Diagnostics, Output, State, jacobian_norm
-from kernels.write_direction import checked_inverse, spd_inverse, write_direction
+from kernels.write_direction import checked_inverse, extreme_eigenvalues, spd_inverse, write_direction
 
 
 def chunked(call) -> Output:
@@ -118,9 +118,10 @@ def _diagnostics(grid: Grid, erase: Tensor | None, write: Tensor, beta: Tensor |
     if direction is not None:
         gram = direction.mT @ direction
         before, _ = grid.sum_before(gram, M0)
-        eigenvalues = torch.linalg.eigvalsh(before + gram)
-        penalty_norm = grid.by_row(torch.linalg.vector_norm(1 / eigenvalues, dim=-1).to(norms.dtype))
-        condition = grid.by_row((eigenvalues[:, -1] / eigenvalues[:, 0]).to(norms.dtype))
+        M = before + gram
+        least, largest = extreme_eigenvalues(M)
+        penalty_norm = grid.by_row(torch.linalg.matrix_norm(spd_inverse(M)).to(norms.dtype))
+        condition = grid.by_row((largest / least).to(norms.dtype))
     per_token = ((erase * write).sum(-1), jacobian_norm(erase, write, beta, g),
                  torch.linalg.vector_norm(residual, dim=-1))
     return Diagnostics(grid.ends, grid.by_row(state_norm), penalty_norm, condition, *map(grid.unpack, per_token))

@@ -71,7 +71,7 @@ def vla(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, penalty: fl
         output_final_state: return the state after the last token.
         cu_seqlens: document boundaries [0, …, T], int32 or int64 [N + 1]; B must be 1. State restarts at each.
         chunk_size: spacing of diagnostics, and of "chunked" the tokens worked on at once: speed, not the result.
-        diagnostics: return `Diagnostics` as well (costs an eigendecomposition per chunk for rules with A).
+        diagnostics: return `Diagnostics` as well (costs the eigenvalues of A at each of their places).
         backend: "chunked" (PyTorch), "triton" (CUDA; head sizes 16, 32, 64, 128; not float64; the first call of each
             kind is preceded by a small one compared with "chunked", which takes over with a warning where they
             differ), "recurrent" (the same limits and no gradient; token by token in one launch, for short stretches),

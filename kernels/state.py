@@ -87,7 +87,8 @@ class Diagnostics:
 
     chunk_ends: token index (inclusive, into T) of each chunk's end, int64 [NC].
     state_norm: ‖S‖_F at chunk ends, [B, NC, H].
-    penalty_norm, penalty_condition: ‖A‖_F and cond_2(A) at chunk ends, [B, NC, H]; None for rules without A.
+    penalty_norm, penalty_condition: ‖A‖_F and cond_2(A) at chunk ends, [B, NC, H]; None for rules without A. The second
+        is inf where A, as it is rounded, is not positive definite.
     write_alignment: c = κ·w per token, [B, T, H] (0 for `linear`, which erases nothing).
     jacobian_norm: ‖∂S_t/∂S_{t-1}‖₂ per token, [B, T, H], by `jacobian_norm` below.
     residual_norm: ‖e_t‖ per token, [B, T, H].

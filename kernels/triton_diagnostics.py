@@ -7,7 +7,7 @@ from kernels.features import features, unit
 from kernels.state import Diagnostics, jacobian_norm
 from kernels.triton_common import CHUNK, Tables
 from kernels.triton_delta_rule import SMALLEST_BETA
-from kernels.write_direction import spd_inverse
+from kernels.write_direction import extreme_eigenvalues, spd_inverse
 
 
 @torch.no_grad()
@@ -25,16 +25,20 @@ def diagnostics(call, table: Tables, kept: dict[str, Tensor | None], S_last: Ten
     rows, tokens, heads = call.q.shape[:3]
 
     def at_ends(of_starts: Tensor, of_last: Tensor) -> Tensor:
-        found = torch.cat([of_starts[1:], of_starts[:1]])  # the state at a chunk's end is that at the next one's start
-        found[end - 1] = of_last
-        return found[chosen].view(rows, -1, heads)
+        # The state at a chunk's end is that at the next one's start, but for the last of a sequence.
+        found = of_starts[(chosen + 1) % len(of_starts)].to(of_last.dtype)
+        last = chosen == end[owner[chosen]] - 1
+        return torch.where(last[:, None, None, None], of_last[owner[chosen]], found)
+
+    def by_row(x: Tensor) -> Tensor:
+        return x.float().view(rows, -1, heads)
 
     penalty_norm = condition = None
     if M_last is not None:
-        spectra = [torch.linalg.eigvalsh(x.double()) for x in (kept["starts"], spd_inverse(M_last.flatten(0, 1)))]
-        pairs = [(torch.linalg.vector_norm(x, dim=-1).float(), (x[..., -1] / x[..., 0]).float()) for x in spectra]
-        penalty_norm, condition = (at_ends(x, y.view(-1, heads)) for x, y in zip(*pairs))
-    norms = [torch.linalg.matrix_norm(x.float()) for x in (kept["states"], S_last)]
+        A = at_ends(kept["starts"], spd_inverse(M_last))
+        least, largest = extreme_eigenvalues(A)
+        penalty_norm, condition = by_row(torch.linalg.matrix_norm(A)), by_row(largest / least)
+    state_norm = by_row(torch.linalg.matrix_norm(at_ends(kept["states"], S_last)))
 
     key = features(call.k.float(), call.feature_map)
     write = key if kept["w"] is None else kept["w"].float().view_as(key)
@@ -50,5 +54,5 @@ def diagnostics(call, table: Tables, kept: dict[str, Tensor | None], S_last: Ten
             residual = residual / torch.where(beta.abs() < SMALLEST_BETA, SMALLEST_BETA, beta)[..., None]
     g = None if call.g is None else call.g.float()
     ends = (table.chunks[chosen, 1].long() - 1)[: len(chosen) // rows]  # one row's; packed: all documents'
-    return Diagnostics(ends, at_ends(*norms), penalty_norm, condition, (erase * write).sum(-1),
+    return Diagnostics(ends, state_norm, penalty_norm, condition, (erase * write).sum(-1),
                        jacobian_norm(erase, write, beta, g), torch.linalg.vector_norm(residual, dim=-1))

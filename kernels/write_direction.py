@@ -27,6 +27,32 @@ def spd_inverse(M: Tensor) -> Tensor:
     return _SpdInverse.apply(M)
 
 
+def extreme_eigenvalues(M: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and largest eigenvalue of symmetric positive definite matrices [..., D, D], float64, without gradient.
+
+    The least is 0 where M, as it was rounded, is not positive definite.
+    """
+    if not M.is_cuda:
+        eigenvalues = torch.linalg.eigvalsh(M)
+        return eigenvalues[..., 0].clamp(min=0), eigenvalues[..., -1]
+    # cuSOLVER's eigenvalues come one matrix after another, at more than a millisecond each.
+    factor, info = torch.linalg.cholesky_ex(M)
+    least = 1 / largest_eigenvalue(torch.cholesky_inverse(factor))
+    return least.masked_fill(info != 0, 0), largest_eigenvalue(M)
+
+
+def largest_eigenvalue(M: Tensor) -> Tensor:
+    """λ of symmetric positive semidefinite matrices [..., D, D], float64, by squaring: λⁿ <= ‖Mⁿ‖_F <= √D λⁿ, and with
+    n = 2²⁰ the root of √D is within 3e-6 of 1 up to D = 256."""
+    log = 0
+    for squarings in range(21):
+        norm = torch.linalg.matrix_norm(M, keepdim=True)
+        log = log + norm[..., 0, 0].log() / 2**squarings
+        M = M / norm
+        M = M @ M
+    return log.exp()
+
+
 def checked_inverse(A: Tensor, handed_on: bool) -> Tensor:
     """`spd_inverse` of matrices that come from outside, which may not be positive definite: ValueError then.
 

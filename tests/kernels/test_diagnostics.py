@@ -7,6 +7,7 @@ import torch
 from kernel_cases import VARIANTS, assert_close, make_inputs
 
 from kernels import Diagnostics, State, vla
+from kernels.write_direction import extreme_eigenvalues, largest_eigenvalue, spd_inverse
 
 TENSORS = ("q", "k", "v", "u", "penalty", "beta", "g")
 
@@ -49,6 +50,21 @@ def test_equal_to_their_definitions():
 
     jacobian = torch.autograd.functional.jacobian(last, before.S).reshape(15, 15)
     torch.testing.assert_close(d.jacobian_norm[0, 11, 0], torch.linalg.matrix_norm(jacobian, 2))
+
+
+@pytest.mark.parametrize("size", [1, 3, 64, 256])
+def test_the_largest_eigenvalue_by_squaring(size):
+    """What CUDA takes in place of `eigvalsh`: of A after many tokens of few directions, of its inverse, of one λ alone."""
+    generator = torch.Generator().manual_seed(0)
+    u = torch.randn(5, 1 + size // 4, size, generator=generator, dtype=torch.float64)
+    M = 0.1 * torch.eye(size, dtype=torch.float64) + 1e5 * u.mT @ u
+    for x in (M, spd_inverse(M), torch.eye(size, dtype=torch.float64).expand(2, -1, -1), 1e-100 * M):
+        torch.testing.assert_close(largest_eigenvalue(x), torch.linalg.eigvalsh(x)[..., -1], rtol=3e-6, atol=0)
+
+
+def test_a_matrix_that_rounding_left_without_an_inverse_has_an_infinite_condition():
+    least, largest = extreme_eigenvalues(torch.diag(torch.tensor([1.0, 0.5, -1e-9], dtype=torch.float64)))
+    assert least == 0 and largest / least == torch.inf
 
 
 def test_diagnostics_carry_no_gradient():

@@ -53,7 +53,7 @@ def map_of_the_last_64(precision, own, tokens):
     table = tables(1, tokens, None, stretch_tokens(tokens, heads, d), k.device)
     M = PENALTY * torch.eye(d, dtype=torch.float64, device="cuda").repeat(heads, 1, 1)
     found, _ = map_forward(k, None if own else u, M[None], table, feature_map="identity", scale=1.0, raw=False, unit=True,
-                           precision=resolve(precision, k, k))
+                           precision=resolve(precision, False, k, k))
     unit_k, unit_u = (x.double() / x.double().norm(dim=-1, keepdim=True) for x in (k[-64:], u))
     M = M + torch.einsum("thi,thj->hij", unit_u[:-64], unit_u[:-64])
     M = M + torch.einsum("thi,thj->thij", unit_u[-64:], unit_u[-64:]).cumsum(0)
