@@ -37,7 +37,7 @@ def extreme_eigenvalues(M: Tensor) -> tuple[Tensor, Tensor]:
         return eigenvalues[..., 0].clamp(min=0), eigenvalues[..., -1]
     # cuSOLVER's eigenvalues come one matrix after another, at more than a millisecond each.
     factor, info = torch.linalg.cholesky_ex(M)
-    least = 1 / largest_eigenvalue(torch.cholesky_inverse(factor))
+    least = 1 / largest_eigenvalue(_factored_inverse(factor))
     return least.masked_fill(info != 0, 0), largest_eigenvalue(M)
 
 
@@ -68,7 +68,16 @@ def checked_inverse(A: Tensor, handed_on: bool) -> Tensor:
 
 def _inverse(M: Tensor) -> Tensor:
     # cholesky_ex: no synchronisation on a GPU; M >= λ0 I by construction.
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(M)[0])
+    return _factored_inverse(torch.linalg.cholesky_ex(M)[0])
+
+
+def _factored_inverse(L: Tensor) -> Tensor:
+    """(L Lᵀ)⁻¹, exactly symmetric."""
+    if L.is_cuda:  # where cholesky_inverse waits for the GPU
+        L = torch.linalg.solve_triangular(L, torch.eye(L.shape[-1], dtype=L.dtype, device=L.device), upper=False)
+        inverse = L.mT @ L
+    else:
+        inverse = torch.cholesky_inverse(L)
     return inverse.add_(inverse.mT.clone()).mul_(0.5)
 
 

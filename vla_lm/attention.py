@@ -67,7 +67,7 @@ class SequenceMixer(nn.Module, ABC):
             before = None if state is None else state.tail
             if fresh is not None and before is not None:
                 before = before.masked_fill(fresh.view(-1, 1, 1), 0)
-            qkv, tail = self.convolution(qkv, packing, before)
+            qkv, tail = self.convolution(qkv, packing, before, return_state)
         q, k, v = (part.unflatten(-1, (self.heads, self.head_dim)) for part in qkv.chunk(3, dim=-1))
         o, memory, found = self.mix(x, q, k, v, packing, state, fresh, return_state, diagnostics)
         if isinstance(self.out_norm, HeadScale):

@@ -219,7 +219,7 @@ def _activations(model: Transformer, sharding: Sharding, tokens: int, device: st
     # As kernels.vla chooses.
     takes = device == "cuda" and config.head_dim in (16, 32, 64, 128) and config.refresh is None
     triton = config.backend == "triton" or (config.backend == "auto" and takes)
-    block = round(block_activations(config, narrow, wide, cast, triton) * tokens)
+    block = round(block_activations(config, narrow, wide, cast, triton, device == "cuda") * tokens)
     entry, vocabulary = tokens * config.d_model * wide, config.vocab_size
     if config.activation_checkpointing:
         kept, how = config.n_layers * entry, f"what enters {config.n_layers} blocks"
@@ -244,7 +244,7 @@ def _activations(model: Transformer, sharding: Sharding, tokens: int, device: st
     return parts
 
 
-def block_activations(config: ModelConfig, narrow: int, wide: int, cast: bool, triton: bool) -> float:
+def block_activations(config: ModelConfig, narrow: int, wide: int, cast: bool, triton: bool, fused: bool) -> float:
     """Bytes that autograd keeps of one block, per token.
 
     Args:
@@ -252,15 +252,16 @@ def block_activations(config: ModelConfig, narrow: int, wide: int, cast: bool, t
         narrow, wide: bytes of an element in matmuls and in the residual stream.
         cast: autocast makes a copy of each linear map's input; else several maps share the norm's output.
         triton: the operator's backend, else chunked.
+        fused: the convolution is the GPU's, which keeps its input; else also what comes before the SiLU.
 
     With d = d_model, f = d_ff: both norms' inputs 2 d wide; their outputs d for each map that reads them; convolution
-    6 d; penalty direction d; output norm and projection 2 d; gate 3 d; feed-forward 4 f (SwiGLU) or 2 f (GELU); write
-    strength and decay 16 a head; and the operator's, `operator_activations`.
+    6 d, fused 3 d; penalty direction d; output norm and projection 2 d; gate 3 d; feed-forward 4 f (SwiGLU) or 2 f
+    (GELU); write strength and decay 16 a head; and the operator's, `operator_activations`.
     """
     d, heads = config.d_model, config.n_heads
     readers = 1 + (config.beta != "none") + bool(config.decay) + config.output_gate
     norms = 2 * d * wide + ((readers + 1) * d * narrow if cast else 2 * d * wide)
-    maps = 2 * d + (6 * d if config.conv_width else 0) + (d if config.u_source == "projection" else 0)
+    maps = 2 * d + ((3 if fused else 6) * d if config.conv_width else 0) + (d if config.u_source == "projection" else 0)
     maps += 3 * d if config.output_gate else 0
     inner = (2 if config.style == "paper" else 4) * config.d_ff
     normed = d * FLOAT32 if config.readout == "normalized" else 0  # the output norm is computed in float32

@@ -1,0 +1,63 @@
+"""The short convolution in one launch: in Triton's interpreter on any machine, and on a GPU (marker `gpu`)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from vla_lm.convolution import ShortConvolution
+
+pytest.importorskip("triton")
+
+from convolution_cases import CASES, errors  # noqa: E402
+
+HERE = Path(__file__).parent
+# float32: rounding; half precision: y, dx and the gradient before the SiLU are rounded to it.
+BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+                                "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])}
+    done = subprocess.run([sys.executable, "-W", "ignore", HERE / "convolution_cases.py"], env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_its_definition_in_the_interpreter(interpreted, name):
+    assert {key: error for key, error in interpreted[name].items() if not error < BOUNDS[torch.float32]} == {}
+
+
+def test_compiled_in_the_interpreter(interpreted):
+    assert interpreted["compiled"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_its_definition(name, dtype):
+    assert {key: error for key, error in errors(name, "cuda", dtype).items() if not error < BOUNDS[dtype]} == {}
+
+
+@pytest.mark.gpu
+def test_past_two_to_the_31_elements():
+    """Addresses past 32 bits: the last tokens of 2³¹ + elements are those of a short call."""
+    channels = 2304
+    tokens = (1 << 31) // channels + 100
+    module = ShortConvolution(channels, 4).cuda()
+    x = torch.empty(1, tokens, channels, device="cuda", dtype=torch.bfloat16).normal_().requires_grad_()
+    y, _ = module(x)
+    y[0, -50:].float().square().sum().backward()
+    last = nn.Parameter(x[:, -60:].detach())
+    expected, _ = module(last)
+    assert torch.equal(y[0, -50:], expected[0, -50:])
+    expected[0, -50:].float().square().sum().backward()
+    assert torch.equal(x.grad[0, -50:], last.grad[0, -50:])
