@@ -26,7 +26,8 @@ class LanguageModel(LightningModule):
     strategy that averages gradients over ranks and divides by the accumulation once.
 
     Args:
-        config: the architecture. With vocab_size null the network is built in `configure_model`, from the data module.
+        config: the architecture. With vocab_size null the network is built in `configure_model`, from the data module,
+            and under ZeRO-3 it is sharded as it is built.
         optimizer: AdamW and its schedule.
         compile: compile the blocks with torch.compile; parameter names do not change.
     """
@@ -261,7 +262,9 @@ class LanguageModel(LightningModule):
         })
 
     def _build(self) -> None:
-        self.transformer = Transformer(self.config)
+        strategy = None if self._trainer is None else self._trainer.strategy
+        with torch.device("cpu"):  # Lightning would build, and draw the weights, on the GPU: others from the same seed
+            self.transformer = Transformer(self.config, getattr(strategy, "pieces", None))
         if self.compile_network:
             self.transformer.compile_blocks()
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from torch import Tensor
 
 from vla_lm.checkpoint_io import AnyCheckpoint
+from vla_lm.pieces import OnePiece, ZeroPieces
 
 OWNED = {
     "gradient_accumulation_steps": "the data module derives it from the global batch",
@@ -108,6 +109,7 @@ class ShardedStrategy(AnyCheckpoint, DeepSpeedStrategy):
     - The engine's step counters must agree with the trainer's: checked before each step, and the engine's count of
       micro-batches, which it does not save, is set to steps x accumulation when a checkpoint is loaded.
     - `config` adds to the arguments. Lightning's own discards every argument when a config is given.
+    - A model is sharded part by part as it is built (`pieces`), from the weights that every strategy begins with.
     - The micro-batch size, which DeepSpeed needs for its log alone, is not read from the data loader: that would build
       the loader before a checkpoint is restored.
 
@@ -152,6 +154,15 @@ class ShardedStrategy(AnyCheckpoint, DeepSpeedStrategy):
                 self.config = _merged({"torch_autocast": AUTOCAST}, self.config)
                 plugin = AutocastPrecision(plugin.precision)
         self._precision_plugin = plugin
+
+    @property
+    def pieces(self) -> OnePiece:
+        """How a model is to be built under this strategy."""
+        self._init_config_if_needed()
+        return ZeroPieces(self.config, self.remote_device) if self.zero_stage_3 else OnePiece()
+
+    def model_sharded_context(self) -> AbstractContextManager:
+        return nullcontext()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         content = super().load_checkpoint(*args, **kwargs)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels import Diagnostics
 from vla_lm.attention import build_mixer
 from vla_lm.config import ModelConfig
+from vla_lm.pieces import OnePiece
 from vla_lm.state import LayerState, Packing
 
 
@@ -72,30 +73,37 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Decoder-only language model whose sequence mixer is chosen by name.
 
+    Args:
+        config: the architecture.
+        pieces: how its parts are put together, see `vla_lm.pieces`.
+
     Every matrix and embedding starts from N(0, init_std), every bias from 0, every norm weight from 1. In the modern style
     the last matrix of each branch starts from 0: a head-wise normalised read-out has length 1 whatever came in, and would
     drown the embeddings of length init_std that it is added to.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, pieces: OnePiece | None = None) -> None:
         super().__init__()
+        pieces = pieces or OnePiece()
         if config.vocab_size is None:
             raise ValueError("vocab_size is null: set it, or let LanguageModel take it from the data module")
         self.config = config = config.resolved()
-        self.embedding = TokenEmbedding(config.vocab_size, config.d_model)
-        self.positions = nn.Embedding(config.max_positions, config.d_model) if config.style == "paper" else None
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = _norm(config)
-        self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        positions = config.max_positions if config.style == "paper" else None
+        width, build = config.d_model, pieces.shard
+        self.embedding = build(TokenEmbedding(config.vocab_size, width))
+        self.positions = None if positions is None else build(nn.Embedding(positions, width))
+        self.layers = nn.ModuleList(build(Block(config)) for _ in range(config.n_layers))
+        self.norm = build(_norm(config))
+        self.head = None if config.tie_embeddings else build(nn.Linear(width, config.vocab_size, bias=False))
+        last = [] if config.style == "paper" else [x for y in self.layers for x in (y.mixer.to_out, y.feed_forward.down)]
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=config.init_std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        if config.style == "modern":
-            for layer in self.layers:
-                nn.init.zeros_(layer.mixer.to_out.weight)
-                nn.init.zeros_(layer.feed_forward.down.weight)
+                with pieces.written(module):
+                    _draw(module.weight, config.init_std)
+                    if any(module is x for x in last):
+                        nn.init.zeros_(module.weight)
+                    if getattr(module, "bias", None) is not None:
+                        nn.init.zeros_(module.bias)
 
     def forward(
         self,
@@ -171,6 +179,13 @@ class Transformer(nn.Module):
                 f"set max_positions to {longest} or more, or use style: modern, which has no positions"
             )
         return self.positions(position)
+
+
+@torch.no_grad()
+def _draw(weight: Tensor, deviation: float) -> None:
+    """N(0, deviation), drawn on the host: the same on every device."""
+    if not weight.is_meta:
+        weight.copy_(torch.empty(weight.shape, dtype=weight.dtype, device="cpu").normal_(std=deviation))
 
 
 def _norm(config: ModelConfig) -> nn.Module:

@@ -153,7 +153,7 @@ def train(folder: Path, way: str, accumulation: int, resume=None, store=None, pr
         data = DocumentsDataModule(store, source=None, vocab_size=None, row_tokens=32, carry_state=True,
                                    global_batch_tokens=ROWS * 32, **rows)  # fmt: skip
     model = LanguageModel(
-        model_config(data.vocab_size, "modern" if store else "paper", **fields or {}),
+        model_config(None, "modern" if store else "paper", **fields or {}),
         # A large epsilon: Adam's step for a gradient of rounding noise alone would otherwise have a random sign.
         OptimizerConfig(learning_rate=3e-3, warmup_steps=2, eps=1e-4, implementation=implementation),
     )  # fmt: skip

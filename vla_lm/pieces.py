@@ -1,0 +1,44 @@
+"""How a model is built: in one piece, or sharded part by part, so that ZeRO-3 never holds it whole."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+
+class OnePiece:
+    """Leaves every part as it is."""
+
+    def shard(self, part: nn.Module) -> nn.Module:
+        """Take a part that has just been built, on the host, with all its modules."""
+        return part
+
+    def written(self, module: nn.Module) -> AbstractContextManager:
+        """In it, the module's own parameters are whole and can be written; all ranks must write the same."""
+        return nullcontext()
+
+
+class ZeroPieces(OnePiece):
+    """DeepSpeed's ZeRO-3: of each part a rank keeps its share.
+
+    `deepspeed.zero.Init` around the building, as Lightning would have it, shards every module as it ends its `__init__`:
+    what a model writes into its modules' weights after that is lost without a word, and the weights stay PyTorch's.
+
+    Args:
+        config: DeepSpeed's.
+        remote_device: where the shares lie, "cpu" or None (the GPU).
+    """
+
+    def __init__(self, config: dict[str, Any], remote_device: str | None) -> None:
+        self.config, self.remote_device = config, remote_device
+
+    def shard(self, part: nn.Module) -> nn.Module:
+        import deepspeed
+
+        deepspeed.zero.Init(module=part, config_dict_or_path=self.config, remote_device=self.remote_device)
+        return part
+
+    def written(self, module: nn.Module) -> AbstractContextManager:
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0)
