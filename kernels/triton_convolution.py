@@ -1,7 +1,7 @@
 """The short convolution before the operator, with its SiLU: one launch forward, two backward, documents packed or not.
 
-PyTorch's own costs, at [16384, 2304] in bfloat16 on an H200, more than the operator does: it wants channels first, and
-documents moved apart. These kernels read the tokens where they lie, and mask what lies before a document's first.
+PyTorch's takes twice the operator's time, 2.9 ms forward and backward of [16384, 2304] in bfloat16 on an H200: it wants
+channels first, and documents moved apart. These kernels read tokens where they lie and mask what a document did not see.
 """
 
 import torch

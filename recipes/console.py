@@ -19,7 +19,10 @@ DEFAULT_CONFIG = Path(__file__).parents[1] / "configs/mqar.yaml"
 # Notices of libraries about their own affairs, which a person who trains can do nothing about.
 _NOTICES = ("litlogger", "`weights_only` was not set", "isinstance(treespec, LeafSpec)", "does not have many workers",
             "torch.jit.script", "TPU available", "It is recommended to use `self.log(", "smaller than the logging interval",
-            "The `srun` command is available", "Seed set to", "GPU available: ", "`Trainer.fit` stopped", "SLURM auto-requeueing")
+            "The `srun` command is available", "Seed set to", "GPU available: ", "`Trainer.fit` stopped", "SLURM auto-requeueing",
+            "To properly utilize them",  # float32 matmuls: the precision is the configuration's
+            "The AccumulateGrad node's stream does not match",  # Lightning builds DDP on a stream of its own
+            "A module has unknown inputs or outputs type")  # ZeRO-3, of the Transformer: it has no parameters of its own
 
 
 def arguments(argv: list[str]) -> list[str]:
@@ -74,7 +77,7 @@ def quiet_notices() -> None:
         return not any(notice in record.getMessage() for notice in _NOTICES)
 
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.trainer.connectors.checkpoint_connector",
-                 "lightning.fabric.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+                 "lightning.fabric.utilities.rank_zero", "lightning.fabric.utilities.seed", "DeepSpeed"):
         logging.getLogger(name).addFilter(wanted)
     for notice in _NOTICES:
         warnings.filterwarnings("ignore", message=f"(?s).*{re.escape(notice)}")

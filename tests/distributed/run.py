@@ -65,8 +65,11 @@ def strategy(way: str, precision: str = "32-true"):
         return DDPStrategy(**settings)
     if way.endswith("-offload"):
         settings |= {"offload_optimizer": True, "config": {"zero_force_ds_cpu_optimizer": False}}
+    config = settings.setdefault("config", {})
     if precision == "bf16-true":
-        settings["config"] = {"communication_data_type": "fp32"}
+        config["communication_data_type"] = "fp32"
+    if way[4] == "3":  # by default all of so small a model would stay whole: norms alone shall
+        config["zero_optimization"] = {"stage3_param_persistence_threshold": 100}
     return CPUShardedStrategy(stage=int(way[4]), **settings)
 
 
