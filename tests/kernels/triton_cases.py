@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import tempfile
+import time
 from dataclasses import fields
 
 import torch
@@ -145,6 +146,9 @@ def _rank(rank, folder):
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     gradients = _gradients(torch.nn.parallel.DistributedDataParallel(_Projected()), torch.tensor([rank]))
     torch.save(gradients, f"{folder}/{rank}")
+    store.add("done", 1)
+    while store.add("done", 0) < 2:  # gloo aborts a process that still sends to one that has gone
+        time.sleep(0.01)
     torch.distributed.destroy_process_group()
 
 
