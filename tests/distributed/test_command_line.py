@@ -1,0 +1,54 @@
+"""The command line under every file of configs/strategy: the model built from the data's vocabulary, in pieces or whole.
+
+Two CPU processes train what one trains: in float32 to rounding, in the lean form to bfloat16's.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from callbacks import read_metrics
+from store import write_store
+
+SCRIPT = Path(__file__).with_name("pretrain_on_cpus.py")
+ROOT = SCRIPT.parents[2]
+OVERLAYS = sorted(path.stem for path in (ROOT / "configs/strategy").glob("*.yaml"))
+SIZES = {"model.config.d_model": 128, "model.config.n_heads": 2, "data.row_tokens": 64, "data.micro_batch_rows": 2,
+         "data.global_batch_tokens": 512, "data.carry_state": "true", "data.val_rows": 8, "data.num_workers": 0,
+         "trainer.max_steps": 4, "trainer.val_check_interval": 4, "trainer.log_every_n_steps": 1,
+         "model.optimizer.warmup_steps": 1, "trainer.accelerator": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    """Of a strategy's run, by step."""
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    store = write_store(folder)
+
+    def of(overlay):
+        if overlay not in found:
+            settings = SIZES | {"data.store": store, "data.source": "null", "data.vocab_size": "null",
+                                "trainer.devices": 1 if overlay == "single" else 2}
+            command = [sys.executable, "-W", "ignore", SCRIPT, "--config", ROOT / "configs/longdoc-tiny.yaml", "--config",
+                       ROOT / f"configs/strategy/{overlay}.yaml", "--run_dir", folder / overlay,
+                       *(text for key, value in settings.items() for text in (f"--{key}", value))]
+            environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(list(map(str, command)), env=environment, cwd=folder, capture_output=True, text=True,
+                                  timeout=240)
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+            lines = read_metrics(folder / overlay / "metrics.jsonl")
+            found[overlay] = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+        return found[overlay]
+
+    return of
+
+
+@pytest.mark.parametrize("overlay", [
+    pytest.param(name, marks=[] if name == "zero3" else pytest.mark.cluster) for name in OVERLAYS if name != "single"])
+def test_it_trains_what_one_process_trains(losses, overlay):
+    alone = losses("single")
+    assert list(alone) == [1, 2, 3, 4] and alone[4] < alone[1]
+    assert losses(overlay) == pytest.approx(alone, rel=1e-2 if overlay == "zero3-lean" else 1e-5)
