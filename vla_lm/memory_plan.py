@@ -226,10 +226,10 @@ def _activations(model: Transformer, sharding: Sharding, tokens: int, device: st
     else:
         kept, how = config.n_layers * block, f"{config.n_layers} blocks of {size(block)}"
     kept += tokens * config.d_model * (wide + (narrow if cast else wide))  # norm and output projection
-    # Kept: the log-probabilities. The backward pass adds their gradient and the logits', or a block's own work, after
-    # it has computed the block again.
+    # Kept: the log-probabilities. The backward pass adds their gradient and the logits', both float32, or a block's own
+    # work, after it has computed the block again.
     logits = tokens * vocabulary * FLOAT32
-    work = max(tokens * vocabulary * (FLOAT32 + narrow), block * (1 + config.activation_checkpointing))
+    work = max(2 * logits, block * (1 + config.activation_checkpointing))
     parts = [
         Part("activations", kept, "bfloat16" if narrow == BF16 else "float32", f"{tokens:,} tokens: {how}"),
         Part("logits", logits, "float32", f"log-probabilities, {tokens:,} x {vocabulary:,}"),
