@@ -15,7 +15,7 @@ except ImportError:  # no Triton on this platform
 class ShortConvolution(nn.Module):
     """y_t = SiLU(sum_j w_j x_{t-j}), j < width, within the document of t; each channel on its own.
 
-    On a GPU by `kernels.triton_convolution`, summed in float32; elsewhere by PyTorch.
+    On a GPU by `kernels.triton_convolution`, summed in float32; elsewhere, and where those kernels fail, by PyTorch.
     """
 
     def __init__(self, channels: int, width: int) -> None:
@@ -33,7 +33,8 @@ class ShortConvolution(nn.Module):
         x's dtype.
         """
         tail = None if tail is None else tail.to(x.dtype)
-        y = self._fused(x, packing, tail) if fused is not None and fused.takes(x) else self._plain(x, packing, tail)
+        whole = fused is not None and fused.takes(x.dtype, self.width, x.device)
+        y = self._fused(x, packing, tail) if whole else self._plain(x, packing, tail)
         return y, self._tail(x, packing, tail) if return_tail else None
 
     def _fused(self, x: Tensor, packing: Packing | None, tail: Tensor | None) -> Tensor:

@@ -5,10 +5,12 @@ The script is for CPUs, with TRITON_INTERPRET=1 from the start: in a test sessio
 
 import json
 import sys
+import warnings
 
 import torch
 from torch.nn import functional as F
 
+from kernels.faulty_kinds import FAULTY
 from vla_lm.convolution import ShortConvolution, fused
 from vla_lm.state import Packing
 
@@ -66,7 +68,7 @@ def errors(name, device="cpu", dtype=torch.float32):
     leaves["weight"] = module.weight
     packing = None if bounds is None else Packing.build(torch.tensor(bounds), rows, length, torch.device(device))
     x = leaves["x"].view(1, -1, channels) if bounds else leaves["x"].view(rows, length, channels)
-    assert fused.takes(x)
+    assert fused.takes(x.dtype, width, x.device)
     y, tail = module(x, packing, leaves["tail"] if with_tail else None)
     found = finish(leaves, y.flatten(0, 1), tail)
     return {k: float((x.double() - truth[k]).norm() / truth[k].norm().clamp(min=1e-9)) for k, x in found.items() if x.numel()}
@@ -85,6 +87,23 @@ def compiled():
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
+def failing():
+    """A kernel that is wrong, then one that does not compile: what is said, and whether PyTorch's is taken."""
+    found, right = [], fused.convolve_kernel
+    for wrong in (lambda *x, **y: None, None):
+        fused.convolve_kernel = {(1, 1): wrong, (3, 1): wrong}
+        fused._checked.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            y, _ = ShortConvolution(16, 4)(torch.ones(1, 5, 16))
+        found.append((str(said[0].message), bool(y.isfinite().all()), ("convolution", torch.float32, 4) in FAULTY))
+        FAULTY.clear()
+    fused.convolve_kernel = right
+    fused._checked.clear()
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    json.dump({name: errors(name) for name in CASES} | {"compiled": compiled()}, sys.stdout)
+    found = {name: errors(name) for name in CASES} | {"compiled": compiled(), "failing": failing()}
+    json.dump(found, sys.stdout)
