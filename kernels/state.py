@@ -47,7 +47,11 @@ class State:
         S = torch.zeros(n, heads, dv, dk, dtype=dtype, device=device)
         A = z = None
         if write_rule in PENALTY_RULES:
-            diagonal = 1 / torch.as_tensor(penalty, dtype=dtype, device=device).expand(heads)
+            if isinstance(penalty, Tensor):
+                penalty = penalty.to(device, dtype).expand(heads)
+            else:  # filled, not copied there: a copy would wait for all that a GPU has still to do
+                penalty = torch.full((heads,), penalty, dtype=dtype, device=device)
+            diagonal = 1 / penalty
             A = torch.diag_embed(diagonal[:, None].expand(heads, dk)).expand(n, heads, dk, dk).clone()
         if readout == "normalized":
             z = torch.zeros(n, heads, dk, dtype=dtype, device=device)

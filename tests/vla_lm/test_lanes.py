@@ -101,10 +101,10 @@ def test_lane_states_assemble_rows_from_different_groups():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mixer", ["vla", "deltanet"])
-def test_the_host_does_not_wait_for_the_gpu_in_a_carried_batch(mixer):
+@pytest.mark.parametrize(("mixer", "learned"), [("vla", True), ("vla", False), ("deltanet", False)])
+def test_the_host_does_not_wait_for_the_gpu_in_a_carried_batch(mixer, learned):
     _, stretches = carried_batches(DOCUMENTS, rows=3, length=8, steps=5)
-    model = language_model(style="modern", mixer=mixer, d_model=64, learn_penalty=mixer == "vla").cuda()
+    model = language_model(style="modern", mixer=mixer, d_model=64, learn_penalty=learned).cuda()
     try:
         for step, batch in enumerate(stretches):
             batch = {name: x if name in ("lanes", "cu_seqlens") else x.cuda() for name, x in batch.items()}
