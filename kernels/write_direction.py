@@ -35,7 +35,7 @@ def extreme_eigenvalues(M: Tensor) -> tuple[Tensor, Tensor]:
     if not M.is_cuda:
         eigenvalues = torch.linalg.eigvalsh(M)
         return eigenvalues[..., 0].clamp(min=0), eigenvalues[..., -1]
-    # cuSOLVER's eigenvalues come one matrix after another, at more than a millisecond each.
+    # cuSOLVER's eigenvalues come one matrix after another.
     factor, info = torch.linalg.cholesky_ex(M)
     least = 1 / largest_eigenvalue(_factored_inverse(factor))
     return least.masked_fill(info != 0, 0), largest_eigenvalue(M)

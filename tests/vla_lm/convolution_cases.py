@@ -71,7 +71,8 @@ def errors(name, device="cpu", dtype=torch.float32):
     assert fused.takes(x.dtype, width, x.device)
     y, tail = module(x, packing, leaves["tail"] if with_tail else None)
     found = finish(leaves, y.flatten(0, 1), tail)
-    return {k: float((x.double() - truth[k]).norm() / truth[k].norm().clamp(min=1e-9)) for k, x in found.items() if x.numel()}
+    return {k: float((x.detach().double() - truth[k]).norm() / truth[k].norm().clamp(min=1e-9))
+            for k, x in found.items() if x.numel()}
 
 
 def compiled():
