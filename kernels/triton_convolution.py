@@ -100,16 +100,24 @@ def before(x, tail, t, channel, inside, owner, position, C, LAG: tl.constexpr, W
 
 
 @triton.jit
+def weighted(x, weight, tail, t, channel, inside, owner, position, C, W: tl.constexpr, BT: tl.constexpr,
+             BC: tl.constexpr):
+    """The sum before the SiLU."""
+    total = tl.zeros([BT, BC], tl.float32)
+    for lag in tl.static_range(W):
+        w = tl.load(weight + channel * W + lag, mask=channel < C, other=0).to(tl.float32)
+        total += w[None, :] * before(x, tail, t, channel, inside, owner, position, C, lag, W)
+    return total
+
+
+@triton.jit
 def convolve_kernel(x, weight, tail, bounds, document, y, length, T, C, W: tl.constexpr, BT: tl.constexpr,
                     BC: tl.constexpr):
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (t < T)[:, None] & (channel < C)[None, :]
     owner, position = place(t, t < T, bounds, document, length)
-    total = tl.zeros([BT, BC], tl.float32)
-    for lag in tl.static_range(W):
-        w = tl.load(weight + channel * W + lag, mask=channel < C, other=0).to(tl.float32)
-        total += w[None, :] * before(x, tail, t, channel, inside, owner, position, C, lag, W)
+    total = weighted(x, weight, tail, t, channel, inside, owner, position, C, W, BT, BC)
     tl.store(y + t[:, None] * C + channel[None, :], total * tl.sigmoid(total), mask=inside)
 
 
@@ -122,10 +130,7 @@ def before_silu_kernel(dy, x, weight, tail, bounds, document, ds, dweight, lengt
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (t < T)[:, None] & (channel < C)[None, :]
     owner, position = place(t, t < T, bounds, document, length)
-    total = tl.zeros([BT, BC], tl.float32)
-    for lag in tl.static_range(W):
-        w = tl.load(weight + channel * W + lag, mask=channel < C, other=0).to(tl.float32)
-        total += w[None, :] * before(x, tail, t, channel, inside, owner, position, C, lag, W)
+    total = weighted(x, weight, tail, t, channel, inside, owner, position, C, W, BT, BC)
     gate = tl.sigmoid(total)
     d = tl.load(dy + t[:, None] * C + channel[None, :], mask=inside, other=0).to(tl.float32)
     d *= gate * (1 + total * (1 - gate))

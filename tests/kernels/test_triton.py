@@ -1,6 +1,5 @@
 """The Triton kernels: in Triton's interpreter on any machine, and on a GPU (marker `gpu`) for what only a GPU shows."""
 
-import json
 import math
 import os
 import subprocess
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from triton_cases import CPU_CASES, DIAGNOSED, TF32_CASES, diagnostics_errors, errors, extremes
 
 from kernels import triton_check, vla
+from tests.interpreter import found_by
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.filterwarnings("error:the Triton kernels failed")  # falling back would compare PyTorch with itself
@@ -42,12 +42,7 @@ CANCELLED = {name: {"dpenalty": 0.3} for name in ("unit-raw, headwise", "unit-ra
 @pytest.fixture(scope="module")
 def interpreted():
     """Errors of all CPU cases, from a process that had TRITON_INTERPRET=1 before Triton was imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-                                "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])}
-    done = subprocess.run([sys.executable, "-W", "ignore", HERE / "triton_cases.py"], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return found_by(HERE / "triton_cases.py")
 
 
 @pytest.mark.parametrize("name", CPU_CASES)

@@ -1,6 +1,5 @@
 """The fused recurrent kernel: in Triton's interpreter on any machine, and on a GPU (marker `gpu`)."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import torch
 from kernel_cases import VARIANTS, make_inputs, relative_errors
 
 from kernels import vla, vla_step
+from tests.interpreter import found_by
 
 pytest.importorskip("triton")
 
@@ -40,12 +40,7 @@ BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # o i
 @pytest.fixture(scope="module")
 def interpreted():
     """What recurrent_cases.py finds, from a process that had TRITON_INTERPRET=1 before Triton was imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-                                "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])}
-    done = subprocess.run([sys.executable, "-W", "ignore", HERE / "recurrent_cases.py"], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return found_by(HERE / "recurrent_cases.py")
 
 
 def wrong(found, bound):
@@ -93,6 +88,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from kernels import vla, vla_step
+from tests.interpreter import found_by
 q = torch.randn(1, 1, 1, 16)
 vla_step(q, q, q)
 try:

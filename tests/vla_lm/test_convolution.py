@@ -1,15 +1,12 @@
 """The short convolution in one launch: in Triton's interpreter on any machine, and on a GPU (marker `gpu`)."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.interpreter import found_by
 from vla_lm.convolution import ShortConvolution
 
 pytest.importorskip("triton")
@@ -23,12 +20,7 @@ BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 @pytest.fixture(scope="module")
 def interpreted():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-                                "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])}
-    done = subprocess.run([sys.executable, "-W", "ignore", HERE / "convolution_cases.py"], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return found_by(HERE / "convolution_cases.py")
 
 
 @pytest.mark.parametrize("name", CASES)
