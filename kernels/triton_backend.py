@@ -1,7 +1,6 @@
 """The Triton backend: a registered forward and a backward operator around the kernels, and the way to them."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -13,7 +12,7 @@ from kernels import triton_write_direction as write_direction
 from kernels.chunked import chunked
 from kernels.features import DENOMINATOR_EPS, HEAD_NORM_EPS
 from kernels.state import PENALTY_RULES, Output, State
-from kernels.triton_common import CHUNK, INTERPRETED, Precision, Tables, tables, unsupported
+from kernels.triton_common import CHUNK, INTERPRETED, Precision, Tables, on_device_of, tables, unsupported
 from kernels.triton_diagnostics import diagnostics as measured
 from kernels.write_direction import checked_inverse, spd_inverse
 
@@ -124,10 +123,6 @@ def _tables(k: Tensor, rows: int, bounds) -> Tables:
     return tables(rows, k.shape[0] // rows, None if bounds is None else tuple(bounds), stretch, k.device)
 
 
-def _on(x: Tensor):
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
-
-
 @torch.library.custom_op("vla_kernels::forward", mutates_args=())
 def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor | None, g: Tensor | None,
                M0: Tensor | None, S0: Tensor | None, z0: Tensor | None, rows: int, bounds: Sequence[int] | None,
@@ -140,7 +135,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor |
     p = _forward_precision(precision, small, k, v, u, M0, S0, rows, bounds, erase_key)
     table = _tables(k, rows, bounds)
     write = M_last = None
-    with _on(q):
+    with on_device_of(q):
         if M0 is not None:
             write, M_last = write_direction.map_forward(
                 k, u, M0.contiguous(), table, **_map_options(rule, erase_key, feature_map, u_scale, p), fused=True)
@@ -192,7 +187,7 @@ def backward_op(do: Tensor, dM_last: Tensor | None, dS_last: Tensor | None, dz_l
     write = None if M0 is None else write_direction.Map(*(kept[name] for name in ("w", "norms", "starts", "factors")))
     keys = _keys(q, k, write, rule, erase_key, feature_map)
     du = dM0 = None
-    with _on(q):
+    with on_device_of(q):
         do, dM_last, dS_last, dz_last = (None if x is None else x.contiguous() for x in (do, dM_last, dS_last, dz_last))
         dq, dk, dw, dv, dbeta, dg, dS0, dz0 = delta_rule_backward.memory_backward(
             do, dS_last, dz_last, keys, v, beta, g, o, memory, table, p)

@@ -5,6 +5,7 @@ says where each sequence, each stretch and each chunk begins and ends. Kernels w
 are never part of a compiled kernel.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,6 +30,11 @@ def unsupported(call) -> str | None:
     if call.q.device.type != "cuda" and not INTERPRETED:
         return f"CUDA tensors only, not {call.q.device.type} ones (or TRITON_INTERPRET=1 from the start, for tests)"
     return None
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """Kernels launch on the current device, which need not be that of x: a new thread begins on the first."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.faulty_kinds import FAULTY
-from kernels.triton_common import INTERPRETED
+from kernels.triton_common import INTERPRETED, on_device_of
 
 BLOCK_TOKENS, BLOCK_CHANNELS = 32, 128
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of `check_error`
@@ -171,7 +171,8 @@ def convolve_op(x: Tensor, weight: Tensor, tail: Tensor | None, bounds: Tensor |
     y = torch.empty_like(x)
     if x.numel():
         tail = None if tail is None else tail.contiguous()
-        convolve_kernel[_grid(x)](x, weight, tail, bounds, document, y, length, **_sizes(x, weight))
+        with on_device_of(x):
+            convolve_kernel[_grid(x)](x, weight, tail, bounds, document, y, length, **_sizes(x, weight))
     return y
 
 
@@ -189,8 +190,9 @@ def convolve_backward_op(dy: Tensor, x: Tensor, weight: Tensor, tail: Tensor | N
     dweight = torch.empty(grid[0], weight.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
     if x.numel():
         tail = None if tail is None else tail.contiguous()
-        before_silu_kernel[grid](dy.contiguous(), x, weight, tail, bounds, document, ds, dweight, length, **sizes)
-        input_gradient_kernel[grid](ds, weight, bounds, document, dx, length, **sizes)
+        with on_device_of(x):
+            before_silu_kernel[grid](dy.contiguous(), x, weight, tail, bounds, document, ds, dweight, length, **sizes)
+            input_gradient_kernel[grid](ds, weight, bounds, document, dx, length, **sizes)
     return [dx, dweight.sum(0).mT.to(weight.dtype, memory_format=torch.contiguous_format), ds]
 
 

@@ -10,7 +10,6 @@ norms of keys and directions are summed in float64, the head norm of o in float3
 """
 
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from kernels.features import DENOMINATOR_EPS, HEAD_NORM_EPS
 from kernels.state import PENALTY_RULES, Output, State
 from kernels.step import step
-from kernels.triton_common import feature, unsupported
+from kernels.triton_common import feature, on_device_of, unsupported
 
 STEP_BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # of o and S in the self-check
 _verdicts: dict[tuple, bool] = {}
@@ -184,7 +183,7 @@ def recurrent_op(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, beta: Tensor
     n = rows if bounds is None else len(bounds) - 1
     o, S, A, z = _outputs(v, n, heads, dk, rule, normalized, keep)
     block, warps = launch_options(rule, normalized, dk, dv)
-    with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
+    with on_device_of(q):
         recurrent_kernel[(n * heads * (dv // block),)](
             q, k, v, u, beta, g, penalty, S if S0 is None else S0, A if A0 is None else A0, z if z0 is None else z0,
             bounds, o, S, A, z, tokens, heads, int(S0 is not None), RULE=rule, RAW=raw, F=feature_map, SCALE=scale,

@@ -46,6 +46,14 @@ def test_equals_its_definition(name, dtype):
 
 
 @pytest.mark.gpu
+def test_on_a_device_that_is_not_the_current_one():
+    """And checked before it, in a thread of its own, which begins on the first device."""
+    last = f"cuda:{torch.cuda.device_count() - 1}"
+    with torch.cuda.device(0):
+        assert max(errors("packed, tail", last, torch.float32).values()) < BOUNDS[torch.float32]
+
+
+@pytest.mark.gpu
 def test_past_two_to_the_31_elements():
     """Addresses past 32 bits: the last tokens of 2³¹ + elements are those of a short call."""
     channels = 2304
