@@ -11,7 +11,7 @@ class SameKernels(Callback):
     """After the first optimizer step and the first validation, what failed its check on one rank is left on all.
 
     A rank checks the Triton kernels against PyTorch before their first use, the same numbers on every rank
-    (`kernels.triton_check`); yet one GPU of many can be another model, short of memory or broken. Both ways are exact to
+    (`kernels.triton_check`); yet one GPU of many can be another model, or broken. Both ways are exact to
     rounding, so until then ranks differ by rounding alone.
     """
 

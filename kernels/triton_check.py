@@ -6,18 +6,16 @@ are on) backward, checked against the chunked path. A combination that fails is 
 chunked path from then on. The check is the same to the bit on every rank and waits for none.
 """
 
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
-import triton
 
 from kernels.chunked import chunked
 from kernels.faulty_kinds import FAULTY
 from kernels.state import State
 from kernels.triton_backend import LONG, SMALL, run, small
 from kernels.triton_common import unsupported
+from kernels.triton_verdict import found_right
 
 TOKENS = 130  # two whole chunks and a piece of one
 BOUNDS = {torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # tf32 and bf16 rounding stay well below
@@ -40,28 +38,18 @@ def faulty(call) -> bool:
     past = call.initial_state is not None or (call.u is None and call.q.shape[1] > LONG)
     key = (*kind, past, small(call), torch.is_grad_enabled(), call.q.device, torch.get_float32_matmul_precision())
     if key not in _checked:
-        _checked.add(key)
         if not _check(call, past, torch.is_grad_enabled()):
             FAULTY.add(kind)
+        _checked.add(key)
     return kind in FAULTY
 
 
 def _check(call, past: bool, gradients: bool) -> bool:
-    try:
-        # A thread of its own: free of the caller's autocast, inference mode and hooks on saved tensors (checkpointing).
-        with ThreadPoolExecutor(1) as pool:
-            error = pool.submit(check_error, call, past, gradients).result()
-    except Exception as failure:  # a kernel that does not compile or launch here; the chunked path will do
-        error = f"{type(failure).__name__}: {str(failure)[:200]}"
-    bound = BOUNDS[call.q.dtype] * (2 if call.erase_key == "raw" else 1)  # long keys amplify rounding
-    if isinstance(error, float) and error <= bound:
-        return True
-    device = torch.cuda.get_device_name(call.q.device) if call.q.device.type == "cuda" else str(call.q.device)
-    warnings.warn(
-        f"the Triton kernels failed their check against PyTorch (error {error}) with Triton {triton.__version__} on "
-        f"{device}: write rule {call.write_rule!r}, read-out {call.readout!r}, {call.q.dtype}, head sizes "
-        f"{call.q.shape[-1]} and {call.v.shape[-1]}. Backend 'chunked' is used for these instead.", stacklevel=4)
-    return False
+    return found_right(
+        check_error, call, past, gradients, device=call.q.device,
+        bound=BOUNDS[call.q.dtype] * (2 if call.erase_key == "raw" else 1),  # long keys amplify rounding
+        what=f"write rule {call.write_rule!r}, read-out {call.readout!r}, {call.q.dtype}, head sizes "
+             f"{call.q.shape[-1]} and {call.v.shape[-1]}", instead="Backend 'chunked' is used for these")
 
 
 def check_error(call, past: bool = False, gradients: bool = True) -> float:

@@ -4,9 +4,6 @@ PyTorch's takes twice the operator's time, 2.9 ms forward and backward of [16384
 channels first, and documents moved apart. These kernels read tokens where they lie and mask what a document did not see.
 """
 
-import warnings
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +12,7 @@ from torch.nn import functional as F
 
 from kernels.faulty_kinds import FAULTY
 from kernels.triton_common import INTERPRETED, on_device_of
+from kernels.triton_verdict import found_right
 
 BLOCK_TOKENS, BLOCK_CHANNELS = 32, 128
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of `check_error`
@@ -28,17 +26,10 @@ def takes(dtype: torch.dtype, width: int, device: torch.device) -> bool:
         return False
     kind = ("convolution", dtype, width)
     if (*kind, device) not in _checked and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        _checked.add((*kind, device))
-        try:
-            with ThreadPoolExecutor(1) as pool:  # free of the caller's autocast, tracing and hooks on saved tensors
-                error = pool.submit(check_error, dtype, width, device).result()
-        except Exception as failure:  # it does not compile or launch here; PyTorch's will do
-            error = f"{type(failure).__name__}: {str(failure)[:200]}"
-        if not (isinstance(error, float) and error <= BOUNDS[dtype]):
-            warnings.warn(f"the Triton kernels failed their check against PyTorch (error {error}) with Triton "
-                          f"{triton.__version__} on {device}: convolution, {dtype}, width {width}. PyTorch's is used.",
-                          stacklevel=2)
+        if not found_right(check_error, dtype, width, device, bound=BOUNDS[dtype], device=device,
+                           what=f"convolution, {dtype}, width {width}", instead="PyTorch's is used"):
             FAULTY.add(kind)
+        _checked.add((*kind, device))
     return kind not in FAULTY
 
 
@@ -59,7 +50,7 @@ def check_error(dtype: torch.dtype, width: int, device: torch.device) -> float:
     wanted = slice(None) if width > 1 else slice(2)
     pairs = [(y, expected), *zip(torch.autograd.grad((y.double() * dy).sum(), leaves[wanted]),
                                  torch.autograd.grad((expected * dy).sum(), truth[wanted]))]
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+    return max(float((a.detach().double() - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
 
 
 def convolve(x: Tensor, weight: Tensor, tail: Tensor | None, bounds: Tensor | None, document: Tensor | None,

@@ -9,7 +9,6 @@ symmetric, so A x may be summed down the columns, which needs no exchange within
 norms of keys and directions are summed in float64, the head norm of o in float32.
 """
 
-import warnings
 from dataclasses import replace
 from functools import lru_cache
 
@@ -22,6 +21,7 @@ from kernels.features import DENOMINATOR_EPS, HEAD_NORM_EPS
 from kernels.state import PENALTY_RULES, Output, State
 from kernels.step import step
 from kernels.triton_common import feature, on_device_of, unsupported
+from kernels.triton_verdict import found_right
 
 STEP_BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # of o and S in the self-check
 _verdicts: dict[tuple, bool] = {}
@@ -257,17 +257,10 @@ def takes_step(call) -> bool:
 
 
 def _check_step(call) -> bool:
-    try:
-        error = step_error(call)
-    except Exception as failure:  # a kernel that does not compile or launch here; PyTorch will do
-        error = f"{type(failure).__name__}: {str(failure)[:200]}"
-    if isinstance(error, float) and error <= STEP_BOUNDS[call.q.dtype]:
-        return True
-    warnings.warn(
-        f"the recurrent Triton kernel failed its check against PyTorch (error {error}) with Triton {triton.__version__} "
-        f"on {call.q.device}: write rule {call.write_rule!r}, read-out {call.readout!r}, {call.q.dtype}, head sizes "
-        f"{call.q.shape[-1]} and {call.v.shape[-1]}. vla_step uses PyTorch for these instead.", stacklevel=3)
-    return False
+    return found_right(
+        step_error, call, bound=STEP_BOUNDS[call.q.dtype], device=call.q.device,
+        what=f"recurrent, write rule {call.write_rule!r}, read-out {call.readout!r}, {call.q.dtype}, head sizes "
+             f"{call.q.shape[-1]} and {call.v.shape[-1]}", instead="vla_step uses PyTorch for these")
 
 
 def step_error(call) -> float:

@@ -179,6 +179,24 @@ def test_what_fails_the_check_is_left_to_pytorch(monkeypatch):
 
 
 @pytest.mark.gpu
+def test_a_check_that_finds_the_gpu_full_is_made_again(monkeypatch):
+    q, check_error = torch.randn(1, 30, 2, 16, device="cuda"), triton_check.check_error
+    monkeypatch.setattr(triton_check, "_checked", set())
+    monkeypatch.setattr(triton_check, "FAULTY", set())
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(triton_check, "check_error", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        vla(q, q, q)
+    seen = []
+    monkeypatch.setattr(triton_check, "check_error", lambda *x: seen.append(True) or check_error(*x))
+    vla(q, q, q)
+    assert seen == [True] and not triton_check.FAULTY
+
+
+@pytest.mark.gpu
 def test_same_bits_on_memory_poisoned_with_nan():
     leaves, options = make_inputs("unit", "normalized", 2, 203, 3, 64, 64)
     leaves = {key: None if x is None else x.to("cuda", torch.bfloat16) for key, x in leaves.items()}
@@ -204,6 +222,7 @@ def test_non_contiguous_input():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("much_gpu_memory")
 def test_offsets_past_two_to_the_31():
     """Takes about 100 GB of GPU memory."""
     if torch.cuda.get_device_properties(0).total_memory < 120e9:

@@ -173,6 +173,7 @@ def test_non_contiguous_input():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("much_gpu_memory")
 def test_offsets_past_two_to_the_31():
     """Takes about 17 GB of GPU memory."""
     tokens, heads = 2**20 + 100, 32

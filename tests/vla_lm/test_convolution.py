@@ -54,8 +54,9 @@ def test_on_a_device_that_is_not_the_current_one():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("much_gpu_memory")
 def test_past_two_to_the_31_elements():
-    """Addresses past 32 bits: the last tokens of 2³¹ + elements are those of a short call."""
+    """Addresses past 32 bits: the last tokens of 2³¹ + elements are those of a short call. About 25 GB."""
     channels = 2304
     tokens = (1 << 31) // channels + 100
     module = ShortConvolution(channels, 4).cuda()
