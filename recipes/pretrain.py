@@ -19,6 +19,7 @@ from callbacks.run_lock import claimed
 from recipes.configuration import PretrainCLI
 from recipes.console import arguments, bad_input, quiet_notices
 from recipes.ending import stopped_by
+from vla_lm.checkpoint_io import NoNeutralForm
 from vla_lm.checkpoints import check_compatible
 from vla_lm.optimization import schedule
 from vla_lm.strategy import check_trainer
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
                              cli.config.trust_pickle)
         cli.lock = claimed(cli.run_dir) if trainer.is_global_zero else None  # held while cli lives
     name = shlex.quote(str(cli.run_dir))
-    ended = stopped_by(NonFiniteError, CheckpointError, folder=cli.run_dir, source=cli.checkpoint)
+    ended = stopped_by(NonFiniteError, CheckpointError, NoNeutralForm, folder=cli.run_dir, source=cli.checkpoint)
     with ended, cli.preemption.listening():
         trainer.fit(model, datamodule=data, ckpt_path=cli.checkpoint)
     trainer.print(*(f"{metric[4:]:<36}{value:.4f}" for metric, value in sorted(trainer.callback_metrics.items())

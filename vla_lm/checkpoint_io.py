@@ -1,6 +1,7 @@
 """Reads a checkpoint under any strategy, writes one while training goes on, loads the neutral form into ZeRO."""
 
 import copy
+import errno
 import threading
 import time
 from collections.abc import Mapping
@@ -17,6 +18,10 @@ from vla_lm.native import export, read_content
 from vla_lm.neutral import MOMENTS, NeutralCheckpoint, portable
 
 FILE = {"form": "file"}  # the layout of a single-device or DDP checkpoint, at any number of ranks
+
+
+class NoNeutralForm(ValueError):
+    """A checkpoint of another strategy or number of ranks cannot be turned into the form that this run needs."""
 
 
 class RunCheckpointIO(TorchCheckpointIO):
@@ -131,8 +136,8 @@ def loadable(path: Path, layout: Mapping[str, Any]) -> Path:
     Every rank calls it.
 
     Raises:
-        ValueError: on every rank, where the neutral form cannot be made; the message says why.
-        OSError: likewise, where it cannot be written.
+        NoNeutralForm: on every rank; the message says why.
+        OSError: likewise, where the disk is full.
     """
     outcome: list[Any] = [path]
     if rank_zero_only.rank == 0 and not is_neutral(path):
@@ -141,8 +146,8 @@ def loadable(path: Path, layout: Mapping[str, Any]) -> Path:
         except Exception as error:  # of any kind: the other ranks wait for the outcome
             why = f"{path} cannot be turned into the neutral form, which this strategy and number of ranks need: "
             text = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
-            disk = isinstance(error, OSError) and error.errno is not None
-            outcome = [OSError(error.errno, why + error.strerror) if disk else ValueError(why + text)]
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            outcome = [OSError(error.errno, why + error.strerror) if full else NoNeutralForm(why + text)]
     if distributed.is_available() and distributed.is_initialized():
         distributed.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], Exception):

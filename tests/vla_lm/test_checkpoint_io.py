@@ -8,7 +8,7 @@ import pytest
 import torch
 from small import language_model
 
-from vla_lm.checkpoint_io import RunCheckpointIO, loadable
+from vla_lm.checkpoint_io import NoNeutralForm, RunCheckpointIO, loadable
 
 
 class Pair(NamedTuple):
@@ -68,7 +68,7 @@ def test_an_error_waits_for_finish(tmp_path, background):
 def test_one_that_cannot_be_made_neutral_says_why(tmp_path):
     path = tmp_path / "step=000004.ckpt"
     path.mkdir()
-    with pytest.raises(ValueError, match="cannot be turned into the neutral form.*no checkpoint/.model_states.pt in it"):
+    with pytest.raises(NoNeutralForm, match="cannot be turned into the neutral form.*no checkpoint/.model_states.pt in"):
         loadable(path, {"form": "file"})
     torch.save({"hyper_parameters": {"config": language_model().config.to_dict(), "optimizer": {}}}, tmp_path / "file.ckpt")
     assert loadable(tmp_path / "file.ckpt", {"form": "file"}) == tmp_path / "file.ckpt"
