@@ -21,13 +21,13 @@ Sizes = dict[torch.dtype, int]  # bytes of each type
 
 
 def allocated(trainer: Trainer, module: LightningModule, gradients: bool = False) -> dict[str, Sizes]:
-    """Part -> dtype -> bytes on this rank, host and device together. A storage counts whole, with its padding, and once.
+    """Part -> dtype -> bytes on this rank, host and device together. A storage counts whole, with padding, and once.
 
-    Parts: "parameters" (under ZeRO-3 this rank's piece), "gathered" (ZeRO-3's whole ones of this moment), "masters" (none
-    where the parameters are their own), "optimizer states" (step counters aside; none before the first step), "buckets"
-    (DeepSpeed's or DDP's, for gradients on their way; none under DDP's gradient_as_bucket_view, where the gradients lie in
-    them and count as gradients) and, where asked for, "gradients": only between the last backward pass and the update, see
-    `gradients.at_step_boundary`.
+    Parts: "parameters" (under ZeRO-3 this rank's piece), "gathered" (ZeRO-3's whole ones of this moment), "masters"
+    (none where the parameters are their own), "optimizer states" (step counters aside; none before the first step),
+    "buckets" (DeepSpeed's or DDP's, for gradients on their way; none under DDP's gradient_as_bucket_view, where the
+    gradients lie in them and count as gradients) and, where asked for, "gradients": only between the last backward pass
+    and the update, see `gradients.at_step_boundary`.
     """
     wrapper = trainer.optimizers[0]
     inner = getattr(wrapper, "optimizer", wrapper)  # DeepSpeed wraps torch's

@@ -101,7 +101,8 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "git": {"commit": git("rev-parse", "HEAD"), "changed_files": status.splitlines() if status is not None else None},
+        "git": {"commit": git("rev-parse", "HEAD"),
+                "changed_files": status.splitlines() if status is not None else None},
     }
 
 
@@ -119,9 +120,10 @@ class RunFolder(SaveConfigCallback):
         plan = trainer.datamodule.batch_plan(trainer.world_size)
         begin = f"going on at step {self.resumed_step}" if self.resumed_step else "starting at step 0"
         rank_zero_info(
-            f"{parameters:,} parameters, {trainer.precision} on {trainer.world_size} x {pl_module.device.type}; a step is "
-            f"{plan.rows_per_step} rows of {trainer.datamodule.row_tokens} tokens (accumulation {plan.accumulation}, "
-            f"{plan.micro_rows} rows at once); {begin} of {trainer.max_steps} in {self.run_dir}")
+            f"{parameters:,} parameters, {trainer.precision} on {trainer.world_size} x {pl_module.device.type}; a step "
+            f"is {plan.rows_per_step} rows of {trainer.datamodule.row_tokens} tokens "
+            f"(accumulation {plan.accumulation}, {plan.micro_rows} rows at once); {begin} of {trainer.max_steps} "
+            f"in {self.run_dir}")
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)

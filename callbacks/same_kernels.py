@@ -38,5 +38,5 @@ class SameKernels(Callback):
         FAULTY.update(apart)
         for kind in sorted(map(str, apart)):
             ranks = [rank for rank, kinds in enumerate(found) if kind in map(str, kinds)]
-            rank_zero_warn(f"the Triton kernels failed their check on ranks {ranks} alone for {kind}: all ranks take the "
-                           "PyTorch path for it from the next step on. See these ranks' logs")
+            rank_zero_warn(f"the Triton kernels failed their check on ranks {ranks} alone for {kind}: all ranks take "
+                           "the PyTorch path for it from the next step on. See these ranks' logs")

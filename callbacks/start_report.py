@@ -49,8 +49,9 @@ class StartReport(Callback):
             free = torch.cuda.mem_get_info(device)[0]
             if free < self.plan.device_bytes:
                 need, largest = self.plan.device_bytes, self.plan.largest
-                rank_zero_warn(f"{device} has {free / 1e9:.1f} GB free and a rank is estimated to need {need / 1e9:.1f} "
-                               f"GB, most of it {largest.name} ({largest.bytes / 1e9:.1f} GB): {self.plan.mend()}")
+                rank_zero_warn(f"{device} has {free / 1e9:.1f} GB free and a rank is estimated to need "
+                               f"{need / 1e9:.1f} GB, most of it {largest.name} ({largest.bytes / 1e9:.1f} GB): "
+                               f"{self.plan.mend()}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first, self._gradients = trainer.global_step, None

@@ -30,7 +30,7 @@ def together(trainer: Trainer, aside: Path, action: Callable[[], Any]) -> Any:
         if trainer.is_global_zero:
             remove(aside)
         raise CheckpointError(
-            f"Could not save {aside.with_suffix('')}: {problem or 'another rank failed'} ({left / 1e6:,.1f} MB were left "
-            "on the disk). The older checkpoints there are untouched: free some space, then resume."
+            f"Could not save {aside.with_suffix('')}: {problem or 'another rank failed'} ({left / 1e6:,.1f} MB "
+            "were left on the disk). The older checkpoints there are untouched: free some space, then resume."
         ) from problem
     return result

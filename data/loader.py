@@ -61,8 +61,8 @@ class ResumableLoader(DataLoader):
             raise DataError(f"a loader worker has died ({str(error).splitlines()[0]}): mostly for want of memory; take "
                             "fewer data.num_workers, or more memory") from error
         except OSError as error:
-            raise DataError(f"the data cannot be read any more ({str(error).splitlines()[-1]}): put the token store back "
-                            "where it was") from error
+            raise DataError(f"the data cannot be read any more ({str(error).splitlines()[-1]}): put the token store "
+                            "back where it was") from error
 
     def state_dict(self) -> dict[str, Any]:
         return {}

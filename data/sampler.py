@@ -116,9 +116,9 @@ class RowBatches(Sampler[list[int]]):
 class SampledDataModule(pl.LightningDataModule):
     """Base of the data modules: batch plan, loaders, and a state that is checked on resume.
 
-    A subclass sets `row_tokens`, `val_names`, `longest_sequence` and `fingerprint` in its constructor or `setup`, and gives
-    `train_set(plan)` and `val_sets()`: map-style data sets whose `__getitems__(indices)` returns one finished batch
-    for ascending row indices.
+    A subclass sets `row_tokens`, `val_names`, `longest_sequence` and `fingerprint` in its constructor or `setup`, and
+    gives `train_set(plan)` and `val_sets()`: map-style data sets whose `__getitems__(indices)` returns one finished
+    batch for ascending row indices.
     """
 
     row_tokens: int
@@ -181,8 +181,9 @@ class SampledDataModule(pl.LightningDataModule):
             self._loader(rows, RowBatches(len(rows), self.val_batch_rows, world_size, rank)) for rows in self.val_sets()
         ]
 
-    def transfer_batch_to_device(self, batch: dict[str, torch.Tensor], device: torch.device, dataloader_idx: int) -> Any:
-        """To the device, but for what is read on the host (document boundaries, lanes), where reading it waits for nothing."""
+    def transfer_batch_to_device(self, batch: dict[str, torch.Tensor], device: torch.device,
+                                 dataloader_idx: int) -> Any:
+        """To the device, but for what the host reads (document boundaries, lanes), where that waits for nothing."""
         on_host = {name: batch[name] for name in ("cu_seqlens", "lanes") if name in batch}
         rest = {name: value for name, value in batch.items() if name not in on_host}
         return super().transfer_batch_to_device(rest, device, dataloader_idx) | on_host

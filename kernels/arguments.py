@@ -74,9 +74,9 @@ def check(q, k, v, u=None, *, penalty, beta, g, write_rule, erase_key, feature_m
     if refresh is not None:
         refresh = _check_refresh(refresh, write_rule)
     penalty, smallest = _check_penalty(penalty, q)
-    call = Call(q, k, v, None if write_rule in ("fixed", "linear") else u, penalty, smallest, beta, g, write_rule, erase_key,
-                feature_map, readout, u_scale, refresh, initial_state, output_final_state, bounds, chunk_size,
-                diagnostics)
+    call = Call(q, k, v, None if write_rule in ("fixed", "linear") else u, penalty, smallest, beta, g, write_rule,
+                erase_key, feature_map, readout, u_scale, refresh, initial_state, output_final_state, bounds,
+                chunk_size, diagnostics)
     if initial_state is not None:
         _check_state(initial_state, call)
     return call

@@ -27,7 +27,7 @@ class _Elu1(torch.autograd.Function):
 
 
 class _Unit(torch.autograd.Function):
-    """x/‖x‖, without an epsilon: ‖a‖ is 6e-5 after a million random tokens. A zero vector stays zero, its gradient too."""
+    """x/‖x‖ without epsilon: ‖a‖ is 6e-5 after a million random tokens. A zero vector stays zero, its gradient too."""
 
     @staticmethod
     def forward(ctx, x):

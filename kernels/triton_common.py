@@ -115,8 +115,8 @@ def pieces(x):
 @triton.jit
 def dot_onto(total, a, b, P: tl.constexpr, SHORT: tl.constexpr = 0):
     """total + a @ b, summed in float32, with inputs as precise as P says; bf16x3, three bfloat16 parts a factor, is
-    float32 but for its last bits. Matrices or batches of them. SHORT: which factor (1, 2) has 16 significant bits only, 0
-    for none."""
+    float32 but for its last bits. Matrices or batches of them. SHORT: which factor (1, 2) has 16 significant bits only,
+    0 for none."""
     if P == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
     else:

@@ -11,8 +11,9 @@ from kernels.write_direction import extreme_eigenvalues, spd_inverse
 
 
 @torch.no_grad()
-def diagnostics(call, table: Tables, kept: dict[str, Tensor | None], S_last: Tensor, M_last: Tensor | None) -> Diagnostics:
-    """What a call of `triton_backend.forward_op` measures at the ends of chunks of call.chunk_size, a multiple of CHUNK.
+def diagnostics(call, table: Tables, kept: dict[str, Tensor | None], S_last: Tensor,
+                M_last: Tensor | None) -> Diagnostics:
+    """What a call of `triton_backend.forward_op` measures at ends of chunks of call.chunk_size, a multiple of CHUNK.
 
     kept: by name, what the backward pass reads, on the line of tokens; S_last [N, H, Dk, Dv], M_last [N, H, Dk, Dk].
     S and A are those that were computed with, so S is rounded to bfloat16 in that path.

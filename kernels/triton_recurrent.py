@@ -1,7 +1,7 @@
-"""The recurrence token by token in one launch (the paper's §3.4): for decoding, for short stretches and to compare with.
+"""The recurrence token by token in one launch (the paper's §3.4): for decoding, short stretches and to compare with.
 
-One program walks one head of one sequence and holds its A, S and z in registers; where Dv is wide it is cut into blocks,
-each with a program of its own that works out A again. Forward only.
+One program walks one head of one sequence and holds its A, S and z in registers; where Dv is wide it is cut into
+blocks, each with a program of its own that works out A again. Forward only.
 
 A is float64, as in `step`: a float32 A under rank-one updates is off by 6e-3 after a million random tokens and by up to
 0.4 on low-rank input, and one float64 matrix costs less here than a refresh. A − p pᵀ with p = A u/√δ keeps A exactly

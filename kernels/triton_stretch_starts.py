@@ -63,10 +63,10 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
                 EXACT: tl.constexpr):
     """The unit directions of a stretch, and R rows of their Σ u uᵀ in float64.
 
-    Directions are float64 times SCALE, or whole numbers (`on_grid`): rounding a unit vector to float32 would leave the span of its
-    repetitions, of whole numbers sums are exact. There each is a pair of bfloat16 vectors of whole numbers up to 128,
-    whose products, two a token at most, sum up exactly in float32 for GROUP * C = 512 tokens. So the sum is exactly that of
-    the directions. EXACT: "bf16", or "ieee" in the interpreter, which does not model it.
+    Directions are float64 times SCALE, or whole numbers (`on_grid`): rounding a unit vector to float32 would leave the
+    span of its repetitions, of whole numbers sums are exact. There each is a pair of bfloat16 vectors of whole numbers
+    up to 128, whose products, two a token at most, sum up exactly in float32 for GROUP * C = 512 tokens. So the sum is
+    exactly that of the directions. EXACT: "bf16", or "ieee" in the interpreter, which does not model it.
     """
     parts: tl.constexpr = D // R
     program = tl.program_id(0).to(tl.int64)
@@ -115,7 +115,8 @@ def gram_kernel(u, directions, gram, stretches, H, F: tl.constexpr, FROM_KEY: tl
             if R == D:
                 middle += tl.trans(middle)
             total += large.to(tl.float64) * 65536.0 + middle.to(tl.float64) * 256.0 + small.to(tl.float64)
-    tl.store(gram + program * D * D + row[:, None] * D + line[None, :], total * (SCALE * SCALE / (1.0 if WIDE else STEPS * STEPS)))
+    tl.store(gram + program * D * D + row[:, None] * D + line[None, :],
+             total * (SCALE * SCALE / (1.0 if WIDE else STEPS * STEPS)))
 
 
 @triton.jit
@@ -151,7 +152,7 @@ def inverse_kernel(matrices, inverses, D: tl.constexpr, AXIS: tl.constexpr):
 
 def stretch_starts(u: Tensor, M0: Tensor, table: Tables, *, feature_map: str, from_key: bool, scale: float,
                    wide: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit directions [tokens, H, D], A at the stretches' starts [NS, H, D, D], M after the last token [N, H, D, D] float64.
+    """Unit directions [tokens, H, D], A at stretch starts [NS, H, D, D], M after the last token [N, H, D, D] float64.
 
     Directions are `on_grid` and A float32, or where wide directions times scale and A float64.
 

@@ -1,9 +1,9 @@
 """a_t = A_t x_t with A_t = (M_0 + Σ_{s<=t} u_s u_sᵀ)⁻¹ for all tokens, and its gradient, in Triton.
 
-A sequence is cut into stretches; `triton_stretch_starts` has A at their starts. From there one program walks its stretch
-in leaves of 16 tokens and carries A: with I + U A Uᵀ = L D Lᵀ and W = D^-1/2 L⁻¹ U A it is A −= Wᵀ W. It leaves W and A at
-every chunk's start, so that the map itself, a = X A − tril(X Wᵀ) W, and all of the backward pass run over chunks in
-parallel. Where x is u, a_t = W_t D_t^-1/2, which does not cancel.
+A sequence is cut into stretches; `triton_stretch_starts` has A at their starts. From there one program walks its
+stretch in leaves of 16 tokens and carries A: with I + U A Uᵀ = L D Lᵀ and W = D^-1/2 L⁻¹ U A it is A −= Wᵀ W. It leaves
+W and A at every chunk's start, so that the map itself, a = X A − tril(X Wᵀ) W, and all of the backward pass run over
+chunks in parallel. Where x is u, a_t = W_t D_t^-1/2, which does not cancel.
 """
 
 from dataclasses import dataclass
@@ -52,9 +52,9 @@ def factor_kernel(directions, inverses, starts, factors, out, norms, stretches, 
                   WIDE: tl.constexpr, P: tl.constexpr, NARROW: tl.constexpr):
     """Walks a stretch: A at every chunk's start to `starts`, W to `factors`; SAME: also the map of u itself.
 
-    Tokens are columns here: [D, N] tiles keep all warps busy where [N, D] ones would not. The next leaf is loaded
-    while this one is worked on, for nothing else hides that latency. NARROW: the precision of matmuls whose first factor
-    has rows of N entries, sums over a leaf; P: of the others.
+    Tokens are columns here: [D, N] tiles keep all warps busy where [N, D] ones would not. The next leaf is loaded while
+    this one is worked on, for nothing else hides that latency. NARROW: the precision of matmuls whose first factor has
+    rows of N entries, sums over a leaf; P: of the others.
     """
     program = tl.program_id(0).to(tl.int64)
     stretch, head = program // H, program % H
@@ -155,7 +155,7 @@ def map_kernel(x, starts, factors, out, norms, chunks, H, F: tl.constexpr, RAW: 
 @triton.jit
 def map_gradient_kernel(dw, w, norms, starts, factors, b, outer, chunks, H, UNIT: tl.constexpr, D: tl.constexpr,
                         C: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """b = A_t da_t for the gradient dw of the map's result w, R rows at once, and outer = Σ b aᵀ + a bᵀ over the chunk."""
+    """b = A_t da_t for the gradient dw of the map's result w, R rows at once; outer = Σ b aᵀ + a bᵀ over the chunk."""
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program // H, program % H
     token, end = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
@@ -269,8 +269,8 @@ def map_forward(k: Tensor, u: Tensor | None, M0: Tensor, table: Tables, *, featu
     # Eight warps multiply by other instructions, which Triton 3.6 gets wrong for narrow bfloat16 rows (README).
     narrow = "tf32x3" if d == 128 and precision.direction == "bf16x3" else precision.direction
     factor_kernel[(len(table.stretches) * heads,)](
-        directions, inverses, starts, factors, out, norms, table.stretches, heads, SCALE=scale, D=d, WIDE=precision.wide,
-        SAME=same, UNIT=unit, C=CHUNK, N=LEAF, P=precision.direction, NARROW=narrow,
+        directions, inverses, starts, factors, out, norms, table.stretches, heads, SCALE=scale, D=d,
+        WIDE=precision.wide, SAME=same, UNIT=unit, C=CHUNK, N=LEAF, P=precision.direction, NARROW=narrow,
         num_warps={16: 1, 32: 1, 64: 2, 128: 8}[d])
     pending = fused and not (same or raw or precision.wide)
     if not (same or pending):
@@ -293,8 +293,8 @@ def map_backward(dw: Tensor, k: Tensor, u: Tensor | None, x: Map, table: Tables,
     grid, nw = (len(table.chunks) * heads,), 4 if d < 128 else 8
     wide = x.starts.dtype == torch.float64
     read = [y.float() if wide else y for y in (dw, x.w)]  # as in `stretch_starts`
-    map_gradient_kernel[grid](*read, x.norms, x.starts, x.factors, b, outer, table.chunks, heads, UNIT=unit, D=d, C=CHUNK,
-                              R=rows_at_once(d, wide), P=precision.reading, num_warps=nw)
+    map_gradient_kernel[grid](*read, x.norms, x.starts, x.factors, b, outer, table.chunks, heads, UNIT=unit, D=d,
+                              C=CHUNK, R=rows_at_once(d, wide), P=precision.reading, num_warps=nw)
     initial = None if dM_last is None else (-dM_last - dM_last.mT).contiguous()
     total = scan(outer, table, 0, initial, reverse=True)
     du = None if u is None else torch.empty_like(u)

@@ -46,8 +46,8 @@ def problems(job: Job, trainer: Mapping[str, Any], data: Any) -> list[str]:
     except ValueError as error:
         found.append(str(error))
     if job.cpus and job.cpus < data.num_workers + 1:
-        found.append(f"{count(job.cpus, 'core')} a task for a process and {count(data.num_workers, 'loader worker')}: it "
-                     f"needs the line\n    #SBATCH --cpus-per-task={data.num_workers + 1}")
+        found.append(f"{count(job.cpus, 'core')} a task for a process and {count(data.num_workers, 'loader worker')}: "
+                     f"it needs the line\n    #SBATCH --cpus-per-task={data.num_workers + 1}")
     return found
 
 

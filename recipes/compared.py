@@ -30,7 +30,8 @@ def train(command: list, folder: Path, after: int) -> dict:
     log = Path(f"{folder}.log")
     if not (folder / "done").exists():
         with log.open("w") as file:
-            code = to_the_end([sys.executable, "-m", "recipes.pretrain", "--run_dir", str(folder), *map(str, command)], file)
+            code = to_the_end([sys.executable, "-m", "recipes.pretrain", "--run_dir", str(folder),
+                               *map(str, command)], file)
         if code != 0:
             said = [line for line in log.read_text().splitlines() if line.strip()]
             return {"failed": f"exit code {code}: {said[-1] if said else 'no output'} (see {log})"}
@@ -64,7 +65,7 @@ def _end_with_parent() -> None:
 
 
 def numbers(folder: Path, after: int) -> dict:
-    """Losses of the steps after `after`; median tokens/s; the peak of memory in GB and its plan, where there is a GPU."""
+    """Losses of steps after `after`; median tokens/s; the peak of memory in GB and its plan, where there is a GPU."""
     lines = read_metrics(folder / "metrics.jsonl")
     rates, peaks, planned = ([line[name] for line in lines if line.get(name) is not None] for name in (
         "throughput/tokens_per_second", "throughput/device_memory_gb", "memory/planned_gb"))

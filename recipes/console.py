@@ -18,15 +18,16 @@ DEFAULT_CONFIG = Path(__file__).parents[1] / "configs/mqar.yaml"
 
 # Notices of libraries about their own affairs, which a person who trains can do nothing about.
 _NOTICES = ("litlogger", "`weights_only` was not set", "isinstance(treespec, LeafSpec)", "does not have many workers",
-            "torch.jit.script", "TPU available", "It is recommended to use `self.log(", "smaller than the logging interval",
-            "The `srun` command is available", "Seed set to", "GPU available: ", "`Trainer.fit` stopped", "SLURM auto-requeueing",
+            "torch.jit.script", "TPU available", "It is recommended to use `self.log(",
+            "smaller than the logging interval", "The `srun` command is available", "Seed set to", "GPU available: ",
+            "`Trainer.fit` stopped", "SLURM auto-requeueing",
             "To properly utilize them",  # float32 matmuls: the precision is the configuration's
             "The AccumulateGrad node's stream does not match",  # Lightning builds DDP on a stream of its own
-            "A module has unknown inputs or outputs type")  # ZeRO-3, of the Transformer: it has no parameters of its own
+            "A module has unknown inputs or outputs type")  # ZeRO-3, of the Transformer: it has no own parameters
 
 
 def arguments(argv: list[str]) -> list[str]:
-    """Files before single keys, whatever their order. Without --config: the resumed run's or export's, or the main job's."""
+    """Files before keys, whatever their order. Without --config: the resumed run's or export's, or the main job's."""
     word = [text.split("=")[0] for text in argv]
     files = {j for i, name in enumerate(word) if name in ("--config", "-c") for j in (i, i + ("=" not in argv[i]))}
     if files or {"--help", "-h"} & set(word):
@@ -39,7 +40,7 @@ def arguments(argv: list[str]) -> list[str]:
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """Around a recipe's set-up, before any work: input that cannot be used ends the process with its message, exit code 2."""
+    """Around a recipe's set-up, before any work: unusable input ends the process with its message, exit code 2."""
     try:
         yield
     except (ArgumentError, MisconfigurationException, ValueError, TypeError, OSError, ImportError, YAMLError) as error:

@@ -25,8 +25,8 @@ def stopped_by(*errors: type[Exception], folder: Path, source: Path | None = Non
     """Around a run: these errors say all there is to say, so the process ends with their message alone, exit code 3.
 
     A full disk, data that does not come and a rank that is gone end it so too, with the line to type next. A run that
-    was asked to end and is saved: that line, and `Preempted.code`. A signal that could not wait for that: that line, and
-    exit code 130 for Ctrl-C, 143 for SIGTERM.
+    was asked to end and is saved: that line, and `Preempted.code`. A signal that could not wait for that: that line,
+    and exit code 130 for Ctrl-C, 143 for SIGTERM.
 
     Args:
         folder: the run's.

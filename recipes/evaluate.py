@@ -1,11 +1,6 @@
 """Evaluate a checkpoint: recall over a grid of pairs and lengths and, for a run on documents, loss by position.
-
-    python -m recipes.evaluate runs/NAME
-    python -m recipes.evaluate runs/NAME/checkpoints/step=000500.ckpt --pairs 4 8 16 --lengths 64 256
-
-Takes every form of checkpoint. Writes evaluation.json and evaluation.png into the run's folder; for a checkpoint outside
-one into an export's own folder, or beside a lone file.
-"""
+python -m recipes.evaluate runs/NAME[/checkpoints/step=000500.ckpt] [--pairs 4 8 16] [--lengths 64 256] takes every form
+of checkpoint; evaluation.json and evaluation.png go into the run's or an export's folder, or beside a lone file."""
 
 import json
 import os
@@ -28,15 +23,20 @@ from vla_lm.evaluation import mqar, perplexity, report
 
 def parse(argv: list[str] | None) -> Namespace:
     parser = ArgumentParser(prog="python -m recipes.evaluate", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=str, help="A run's folder (its newest complete checkpoint), or a checkpoint.")
-    parser.add_argument("--pairs", type=int, nargs="+", default=[4, 8, 16], help="Pairs to recall, a row of the grid each.")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256], help="Sequence lengths, a column each.")
-    parser.add_argument("--rows", type=int, help="Test sequences in each cell of the grid; 512, or 64 for a run on documents.")
+    parser.add_argument("checkpoint", type=str,
+                        help="A run's folder (its newest complete checkpoint), or a checkpoint.")
+    parser.add_argument("--pairs", type=int, nargs="+", default=[4, 8, 16],
+                        help="Pairs to recall, a row of the grid each.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256],
+                        help="Sequence lengths, a column each.")
+    parser.add_argument("--rows", type=int,
+                        help="Test sequences in each cell of the grid; 512, or 64 for a run on documents.")
     parser.add_argument("--batch_rows", type=int, default=64, help="Sequences evaluated at once.")
     parser.add_argument("--held_out_rows", type=int | None, default=None, help="Rows of held-out documents; null: all.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the MQAR test sequences.")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
-    parser.add_argument("--trust_pickle", "--trust-pickle", action="store_true", help="Read a DeepSpeed folder of elsewhere.")
+    parser.add_argument("--trust_pickle", "--trust-pickle", action="store_true",
+                        help="Read a DeepSpeed folder of elsewhere.")
     return parser.parse_args(argv)
 
 
@@ -51,7 +51,8 @@ def run_data(checkpoint: Path) -> tuple[str, dict, Path]:
         raise ValueError(f"{config} is not a run's configuration: put the run's own back, or move it away") from None
 
 
-def recall_cells(args: Namespace, source: str, settings: dict, model) -> tuple[str, list[tuple[int, int, MQARDataModule]]]:
+def recall_cells(args: Namespace, source: str, settings: dict,
+                 model) -> tuple[str, list[tuple[int, int, MQARDataModule]]]:
     """One data module for each cell of the grid that fits, in the format that the run was trained on."""
     task = {key: settings[key] for key in ("format", "filler")} if source.endswith("MQARDataModule") else {}
     if model.config.style == "paper" and (longest := max(args.lengths)) > (known := model.config.max_positions):
@@ -59,9 +60,8 @@ def recall_cells(args: Namespace, source: str, settings: dict, model) -> tuple[s
     cells = []
     for pairs, length in product(args.pairs, args.lengths):
         try:
-            cells.append((pairs, length, MQARDataModule(
-                vocab_size=model.config.vocab_size, n_pairs=pairs, length=length, val_rows=args.rows,
-                val_batch_rows=args.batch_rows, seed=args.seed, **task)))
+            cells.append((pairs, length, MQARDataModule(vocab_size=model.config.vocab_size, n_pairs=pairs,
+                          length=length, val_rows=args.rows, val_batch_rows=args.batch_rows, seed=args.seed, **task)))
         except ValueError as error:
             problem = error
     if not cells:
@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None) -> None:
     task = {"format": shape, "rows": args.rows, "vocab_size": model.config.vocab_size, "grid": []}
     results = {"checkpoint": str(path), "step": checkpoint_step(path), "model": model.config.to_dict(), "mqar": task}
     for pairs, length, data in track(cells, "recall", console=console):
-        results["mqar"]["grid"] += [{"n_pairs": pairs, "length": length, **mqar.evaluate(model, data.val_dataloader()[0])}]
+        results["mqar"]["grid"] += [{"n_pairs": pairs, "length": length,
+                                     **mqar.evaluate(model, data.val_dataloader()[0])}]
     for batches in documents.val_dataloader() if documents else []:  # none where no document was held out
         results["documents"] = perplexity.evaluate(model, track(batches, "held-out documents", console=console))
     write_aside(folder / "evaluation.json", json.dumps(results, indent=1))

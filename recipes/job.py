@@ -40,19 +40,21 @@ class Job:
         return cls(
             number(environment, nodes, r"(\d+)") if nodes else 1,
             # "2(x3)": two on each of three nodes; "2,1": not the same on all.
-            1 if not tasks else None if "," in environment[tasks] else number(environment, tasks, r"(\d+)(?:\(x\d+\))?"),
+            1 if not tasks else None if "," in environment[tasks]
+            else number(environment, tasks, r"(\d+)(?:\(x\d+\))?"),
             # "a100:1,v100:2": three, of two kinds.
             sum(number(environment, gpus, r"(?:[^:,]+:)?(\d+)", part, least=0) for part in environment[gpus].split(","))
             if gpus else 0,
             number(environment, cpus) if cpus else None)
 
 
-def number(environment: Mapping[str, str], name: str, form: str = r"(\d+)", text: str | None = None, least: int = 1) -> int:
-    """The number in a variable of SLURM's, or in `text`, a part of it. ValueError where there is none of at least `least`."""
+def number(environment: Mapping[str, str], name: str, form: str = r"(\d+)", text: str | None = None,
+           least: int = 1) -> int:
+    """The number in a variable of SLURM's, or in `text`, a part of it. ValueError where none is at least `least`."""
     found = re.fullmatch(form, environment[name] if text is None else text)
     if not found or int(found[1]) < least:
-        raise ValueError(f"{name} is {environment[name]!r}: expected a whole number, at least {least}, as SLURM sets it: "
-                         f"leave the variable to SLURM (unset {name}), or submit the job anew")
+        raise ValueError(f"{name} is {environment[name]!r}: expected a whole number, at least {least}, "
+                         f"as SLURM sets it: leave the variable to SLURM (unset {name}), or submit the job anew")
     return int(found[1])
 
 

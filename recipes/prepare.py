@@ -79,7 +79,8 @@ def _report(store: TokenStore, made: bool, request: StoreRequest) -> None:
     )
     command = "python -m recipes.pretrain --config configs/longdoc-tiny.yaml"
     if request != StoreRequest(Corpus(("sotu",))) or str(store.path) != DEFAULT_OUT:
-        command += f" --data.store {shlex.quote(str(store.path))} --data.source null --data.vocab_size {store.vocab_size}"
+        command += (f" --data.store {shlex.quote(str(store.path))} --data.source null"
+                    f" --data.vocab_size {store.vocab_size}")
     print(f"\nNext: {command}")
 
 

@@ -32,7 +32,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--devices", type=PositiveInt, default=2, help="Ranks of all but single.")
     parser.add_argument("--steps", type=PositiveInt, default=200, help="Optimizer steps before the checkpoint.")
     parser.add_argument("--more", type=PositiveInt, default=20, help="Optimizer steps after it.")
-    parser.add_argument("--out", type=Path, default=Path("runs/strategies"), help="Folder of the runs and of table.json.")
+    parser.add_argument("--out", type=Path, default=Path("runs/strategies"),
+                        help="Folder of the runs and of table.json.")
     return parser.parse_known_args(argv)
 
 
@@ -49,8 +50,10 @@ def main(argv: list[str] | None = None) -> None:
     (args, rest), console, report = parse(argv), Console(width=None if sys.stdout.isatty() else 150), {}
     with bad_input():
         if not Path(args.config).is_file():
-            raise ValueError(f"--config {args.config}: no such file; give a run's configuration, such as configs/mqar.yaml")
-        claim(args.out, {name: getattr(args, name) for name in ("config", "devices", "steps", "more")} | {"others": rest})
+            raise ValueError(f"--config {args.config}: no such file; give a run's configuration, "
+                             "such as configs/mqar.yaml")
+        claim(args.out, {name: getattr(args, name) for name in ("config", "devices", "steps", "more")}
+              | {"others": rest})
     names = args.strategies
     table = Table(title=f"{args.config}: losses of {args.more} steps after {args.steps}")
     for name in ("", "ranks", "last loss", f"from {names[0]}'s", *(title for _, title, _ in COLUMNS), "gone on under"):
@@ -67,10 +70,12 @@ def main(argv: list[str] | None = None) -> None:
         if "failed" not in run:
             first = f"{apart(run, report[names[0]]):.1e}" if "losses" in report[names[0]] else ""
             cells = (f"{run[name]:,.{digits}f}" if run[name] else "–" for name, _, digits in COLUMNS)
-            table.add_row(strategy, "1" if strategy == "single" else str(args.devices), f"{max(run['losses'].items())[1]:.4f}",
-                          first, *cells, f"{other}: " + (f"{apart(again, run):.1e}" if "losses" in again else "failed"))
+            table.add_row(strategy, "1" if strategy == "single" else str(args.devices),
+                          f"{max(run['losses'].items())[1]:.4f}", first, *cells,
+                          f"{other}: " + (f"{apart(again, run):.1e}" if "losses" in again else "failed"))
         (args.out / "table.json").write_text(json.dumps(report, indent=1))
-    table.caption = "gone on under: largest distance of its losses from those of the row's own run; memory where there is a GPU"
+    table.caption = ("gone on under: largest distance of its losses from those of the row's own run; "
+                     "memory where there is a GPU")
     console.print(table)
     console.print(f"written: {args.out / 'table.json'}; the runs lie beside it", soft_wrap=True)
     sys.exit(1 if any("failed" in x or "failed" in x["gone on"] for x in report.values()) else 0)

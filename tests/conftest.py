@@ -1,4 +1,4 @@
-"""Before torch is imported: OpenMP threads that spin but briefly, as in the recipes. Ctrl-C reaches what tests start."""
+"""Before torch is imported: OpenMP threads spin but briefly, as in the recipes. Ctrl-C reaches what tests start."""
 
 import signal
 import tempfile

@@ -37,7 +37,7 @@ def marker_of(path: Path) -> Path:
 
 
 def run_config(path: Path) -> Path | None:
-    """The config.yaml of a checkpoint's run: in the run's folder or, outside one, taken along in a neutral checkpoint."""
+    """The config.yaml of a checkpoint's run: in the run's folder or, outside, taken along in a neutral checkpoint."""
     found = [path / "config.yaml", path.parent.parent / "config.yaml"]
     if path.parent.name == "checkpoints":
         found.reverse()
@@ -146,8 +146,8 @@ def read_marker(path: str | Path, verify: bool = False) -> dict[str, Any]:
     except TypeError as error:
         wrong = f"has an unreadable marker {marker_of(path).name}: {error}"
     if wrong:
-        raise ValueError(f"Checkpoint {path} {wrong}. Use another one in {path.parent}, or the run's folder, which picks "
-                         "the newest whole one.")
+        raise ValueError(f"Checkpoint {path} {wrong}. Use another one in {path.parent}, or the run's folder, "
+                         "which picks the newest whole one.")
     return marker
 
 
@@ -210,7 +210,8 @@ def _files(path: Path) -> dict[str, Path]:
     if not path.is_dir():
         return {".": path}
     if is_neutral(path):  # a person may edit the configuration in it, and results are written beside it
-        found = (file for file in sorted(path.iterdir()) if ".safetensors" in file.suffixes or file.name == "state.json")
+        found = (file for file in sorted(path.iterdir())
+                 if ".safetensors" in file.suffixes or file.name == "state.json")
     else:
         found = (file for file in sorted(path.rglob("*")) if file.is_file())
     return {file.relative_to(path).as_posix(): file for file in found}

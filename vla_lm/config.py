@@ -58,7 +58,8 @@ class ModelConfig:
     chunk_size: int = 64
     """Chunk of the parallel form: changes speed and memory, not the result."""
     activation_checkpointing: bool = False
-    """Keep only what enters each block, compute the block again in the backward pass: less memory, a third more time."""
+    """Keep only what enters each block, compute the block again in the backward pass: less memory,
+    a third more time."""
     backend: str = "auto"
     """Implementation of the operator: auto, chunked, triton (CUDA), reference."""
     tie_embeddings: bool = True
@@ -116,13 +117,15 @@ class ModelConfig:
         if self.refresh is not None:
             self.refresh = every, amount = tuple(self.refresh)
             if isinstance(every, bool) or not isinstance(every, int) or every < 1 or not 0 < amount < math.inf:
-                raise ValueError(f"refresh is {list(self.refresh)}: use a number of tokens and an amount, such as [20, 0.001]")
+                raise ValueError(f"refresh is {list(self.refresh)}: use a number of tokens and an amount, "
+                                 "such as [20, 0.001]")
             if not row.penalised or self.mixer == "mesa":
                 raise ValueError(f"refresh has no effect on mixer {self.mixer!r}: leave it at null")
             if self.backend not in ("auto", "reference"):
                 raise ValueError(f"refresh needs the token loop, backend is {self.backend!r}: leave backend at auto")
         if self.u_scale != "unit" and self.mixer == "mesa":
-            raise ValueError(f"u_scale {self.u_scale!r} does not fit mixer 'mesa', whose directions are unit keys: use unit")
+            raise ValueError(f"u_scale {self.u_scale!r} does not fit mixer 'mesa', whose directions are unit keys: "
+                             "use unit")
         if self.learn_penalty and not row.penalised:
             raise ValueError(f"learn_penalty has no effect on mixer {self.mixer!r}, which has no penalty: set it false")
 
@@ -193,7 +196,8 @@ class OptimizerConfig:
         if self.schedule not in ("cosine", "wsd", "constant"):
             raise ValueError(f"schedule {self.schedule!r} is unknown: use one of cosine, wsd, constant")
         if self.implementation not in ("torch", "fused", "deepspeed_cpu"):
-            raise ValueError(f"implementation {self.implementation!r} is unknown: use one of torch, fused, deepspeed_cpu")
+            raise ValueError(f"implementation {self.implementation!r} is unknown: "
+                             "use one of torch, fused, deepspeed_cpu")
         if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps is {self.warmup_steps!r}: use 0 or more optimizer steps")
         for name in ("decay_fraction", "min_ratio"):

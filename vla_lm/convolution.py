@@ -29,8 +29,8 @@ class ShortConvolution(nn.Module):
                 return_tail: bool = True) -> tuple[Tensor, Tensor | None]:
         """Convolve x [B, T, C] (packed: [1, T, C]), continuing from `tail` [N, width - 1, C] (zeros: None).
 
-        Returns y of x's shape and, where asked for, the tail after the last token of each document, [N, width - 1, C] of
-        x's dtype.
+        Returns y of x's shape and, where asked for, the tail after the last token of each document, [N, width - 1, C]
+        of x's dtype.
         """
         tail = None if tail is None else tail.to(x.dtype)
         whole = fused is not None and fused.takes(x.dtype, self.width, x.device)

@@ -113,8 +113,8 @@ class MemoryPlan:
         if self.largest.name == "buckets":
             return "lower trainer.strategy.init_args.reduce_bucket_size"
         if not self.bytes("masters"):
-            return ("use ZeRO (configs/strategy/zero1, zero2 or zero3.yaml) on several ranks: without it each rank holds all "
-                    "of this, however many there are; or configs/strategy/zero3-offload.yaml")
+            return ("use ZeRO (configs/strategy/zero1, zero2 or zero3.yaml) on several ranks: without it each rank "
+                    "holds all of this, however many there are; or configs/strategy/zero3-offload.yaml")
         if self.bytes("gathered"):
             return "use more ranks, or configs/strategy/zero3-offload.yaml"
         return ("use a higher ZeRO stage (configs/strategy/zero2, zero3.yaml), more ranks, or "
@@ -149,8 +149,8 @@ def plan_memory(config: ModelConfig, sharding: Sharding, rows: int, row_tokens: 
         device: of the training, "cuda" or "cpu"; backend auto keeps other tensors on each.
     """
     if sharding.stage not in (0, 1, 2, 3) or sharding.precision not in ("32-true", "bf16-mixed", "bf16-true"):
-        raise ValueError(f"stage {sharding.stage!r}, precision {sharding.precision!r}: plans are made for stage 0 to 3 and "
-                         "32-true, bf16-mixed or bf16-true")
+        raise ValueError(f"stage {sharding.stage!r}, precision {sharding.precision!r}: plans are made "
+                         "for stage 0 to 3 and 32-true, bf16-mixed or bf16-true")
     with torch.device("meta"):
         model = Transformer(config)
     parts = _weights(model, sharding, accumulation) + _activations(model, sharding, rows * row_tokens, device)

@@ -1,10 +1,10 @@
 """What Lightning and DeepSpeed wrote, read tensor by tensor: weights and AdamW's moments in float32, by parameter name.
 
-A single file (`auto`, `ddp`) holds whole tensors. A ZeRO folder holds, for each rank, flat pieces; where a parameter lies
-in them is said by what DeepSpeed saved beside them: `param_slice_mappings` under ZeRO-1 and 2 (its BF16_Optimizer too),
-and the order of `param_shapes` under ZeRO-3, which DeepSpeed's own `GatheredTensor` reads. Files are mapped into memory,
-so that a tensor at a time is read. DeepSpeed's `zero_to_fp32` gives weights alone, and refuses ZeRO-1 of bfloat16
-parameters; its `ds_to_universal` gives all, by way of a second folder of small pickles, and loses ZeRO-3's step.
+A single file (`auto`, `ddp`) holds whole tensors. A ZeRO folder holds, for each rank, flat pieces; where a parameter
+lies in them is said by what DeepSpeed saved beside them: `param_slice_mappings` under ZeRO-1 and 2 (its BF16_Optimizer
+too), and the order of `param_shapes` under ZeRO-3, which DeepSpeed's own `GatheredTensor` reads. Files are mapped into
+memory, so that a tensor at a time is read. DeepSpeed's `zero_to_fp32` gives weights alone, and refuses ZeRO-1 of
+bfloat16 parameters; its `ds_to_universal` gives all, via a second folder of small pickles, and loses ZeRO-3's step.
 """
 
 import functools

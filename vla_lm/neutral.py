@@ -59,8 +59,8 @@ class NeutralCheckpoint:
         if version != FORMAT:
             raise ValueError(f"{path} has format {version!r}, this version reads {FORMAT}: export it again")
         if type(step) is not int or step < 0:
-            raise ValueError(f"{path / 'state.json'} has global_step {step!r}: it must be a whole number, 0 for weights "
-                             "of other software")
+            raise ValueError(f"{path / 'state.json'} has global_step {step!r}: it must be a whole number, "
+                             "0 for weights of other software")
         if not isinstance(hyper, dict) or not all(isinstance(hyper.get(key), dict) for key in ("config", "optimizer")):
             raise ValueError(f"{path} holds no configuration of a language model: the hyper_parameters in its "
                              "state.json need config and optimizer, an object each")
@@ -107,8 +107,8 @@ class NeutralCheckpoint:
     def content(self) -> dict[str, Any]:
         """Lightning's dictionary without weights and moments, and "neutral": where they are to be read from."""
         if self.state["global_step"] and "loops" not in self.state:
-            raise ValueError(f"{self.path} is of other software and at step {self.state['global_step']}: set global_step "
-                             "to 0 in its state.json, training then starts from its weights")
+            raise ValueError(f"{self.path} is of other software and at step {self.state['global_step']}: "
+                             "set global_step to 0 in its state.json, training then starts from its weights")
         defaults = {"lr_schedulers": [], "pytorch-lightning_version": pl.__version__}
         return {**defaults, **self.state, "lanes": self.lanes(), "neutral": str(self.path)}
 

@@ -79,8 +79,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         try:
             return DeepSpeedCPUAdam(groups, **settings)  # AdamW is its default mode
         except Exception as error:
-            raise ValueError(f"model.optimizer.implementation deepspeed_cpu cannot be compiled here ({error}): install a "
-                             "C++ compiler and ninja, or use fused") from error
+            raise ValueError(f"model.optimizer.implementation deepspeed_cpu cannot be compiled here ({error}): "
+                             "install a C++ compiler and ninja, or use fused") from error
     return AdamW(groups, fused=config.implementation == "fused" or None, **settings)
 
 

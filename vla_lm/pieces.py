@@ -21,7 +21,7 @@ class OnePiece:
 class ZeroPieces(OnePiece):
     """DeepSpeed's ZeRO-3: of each part a rank keeps its share.
 
-    `deepspeed.zero.Init` around the building, as Lightning would have it, shards every module as it ends its `__init__`:
+    `deepspeed.zero.Init` around the building, as Lightning would have it, shards each module as it ends its `__init__`:
     what a model writes into its modules' weights after that is lost without a word, and the weights stay PyTorch's.
 
     Args:

@@ -51,7 +51,8 @@ def check_trainer(trainer: Trainer, backend: str) -> None:
         raise ValueError(f"trainer.strategy is Lightning's {strategy.__name__}; {why}: use auto, ddp, zero1, zero2 or "
                          "zero3, or a file of configs/strategy")
     if trainer.max_steps < 1:
-        raise ValueError(f"trainer.max_steps is {trainer.max_steps}: set the number of optimizer steps, the data is endless")
+        raise ValueError(f"trainer.max_steps is {trainer.max_steps}: set the number of optimizer steps, "
+                         "the data is endless")
     if trainer.fast_dev_run:
         return  # it sets the rest itself
     every, clip = getattr(trainer, "val_check_interval", None), trainer.gradient_clip_val
@@ -78,8 +79,8 @@ def check_trainer(trainer: Trainer, backend: str) -> None:
         )
     folder = str(getattr(trainer.checkpoint_callback, "dirpath", None) or "")
     if issubclass(strategy, DeepSpeedStrategy) and set("*?[") & set(folder):
-        raise ValueError(f"run_dir leads to {folder}: DeepSpeed takes *, ? and [ in a path for a pattern and would not find "
-                         "its checkpoints again; name another folder")
+        raise ValueError(f"run_dir leads to {folder}: DeepSpeed takes *, ? and [ in a path for a pattern "
+                         "and would not find its checkpoints again; name another folder")
 
 
 class AutocastPrecision(DeepSpeedPrecision):

@@ -77,9 +77,9 @@ class Transformer(nn.Module):
         config: the architecture.
         pieces: how its parts are put together, see `vla_lm.pieces`.
 
-    Every matrix and embedding starts from N(0, init_std), every bias from 0, every norm weight from 1. In the modern style
-    the last matrix of each branch starts from 0: a head-wise normalised read-out has length 1 whatever came in, and would
-    drown the embeddings of length init_std that it is added to.
+    Every matrix and embedding starts from N(0, init_std), every bias from 0, every norm weight from 1. In the modern
+    style the last matrix of each branch starts from 0: a head-wise normalised read-out has length 1 whatever came in,
+    and would drown the embeddings of length init_std that it is added to.
     """
 
     def __init__(self, config: ModelConfig, pieces: OnePiece | None = None) -> None:
@@ -95,7 +95,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(build(Block(config)) for _ in range(config.n_layers))
         self.norm = build(_norm(config))
         self.head = None if config.tie_embeddings else build(nn.Linear(width, config.vocab_size, bias=False))
-        last = [] if config.style == "paper" else [x for y in self.layers for x in (y.mixer.to_out, y.feed_forward.down)]
+        last = ([] if config.style == "paper"
+                else [x for y in self.layers for x in (y.mixer.to_out, y.feed_forward.down)])
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 with pieces.written(module):

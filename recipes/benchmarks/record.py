@@ -58,8 +58,8 @@ class Record:
     """A JSON file {"report": {table: its rows}, "results": [{...what was measured, "commit", "result": numbers}]},
     written whole after every measurement and table. path: the file, in a folder that exists.
 
-    Raises ValueError where the file is another, or another process writes to it. Ends the process (exit code 3) where it
-    cannot be written any more.
+    Raises ValueError where the file is another, or another process writes to it. Ends the process (exit code 3) where
+    it cannot be written any more.
     """
 
     def __init__(self, path: Path):

@@ -82,7 +82,8 @@ def test_a_half_written_one_is_passed_over_with_a_word(tmp_path):
     with pytest.warns(UserWarning) as said:
         assert newest_complete(tmp_path) == folder / "step=000002.ckpt"
     text = " ".join(str(warning.message) for warning in said)
-    assert "000008.ckpt has no marker step=000008.ckpt.complete" in text and "000006.ckpt has 100 bytes, its marker says" in text
+    assert ("000008.ckpt has no marker step=000008.ckpt.complete" in text
+            and "000006.ckpt has 100 bytes, its marker says" in text)
     assert "000004.ckpt has an unreadable marker" in text
     with pytest.raises(ValueError, match="does not exist"):
         read_marker(folder / "step=000010.ckpt")
@@ -275,13 +276,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     background_run(tmp_path, word, every=4)
     assert word.whole[4] == word.whole[5] == [] and word.whole[7] == [4]  # trained on, then whole
     found = complete_checkpoints(tmp_path / "checkpoints")
-    assert [marker["step"] for marker in found.values()] == [4, 8] and all("score" in marker for marker in found.values())
+    assert ([marker["step"] for marker in found.values()] == [4, 8]
+            and all("score" in marker for marker in found.values()))
     first, expected = (torch.load(folder / "checkpoints/step=000004.ckpt") for folder in (tmp_path, tmp_path / "whole"))
     assert first["global_step"] == 4  # what was saved is what was there, not what training has made of it since
     assert all(torch.equal(value, first["state_dict"][name]) for name, value in expected["state_dict"].items())
     for path in found:
         read_marker(path, verify=True)
-    stalls = [line["checkpoint/stall_s"] for line in read_metrics(tmp_path / "metrics.jsonl") if "checkpoint/stall_s" in line]
+    stalls = [line["checkpoint/stall_s"] for line in read_metrics(tmp_path / "metrics.jsonl")
+              if "checkpoint/stall_s" in line]
     assert len(stalls) == 2 and all(0 < stall < 30 for stall in stalls)
 
 

@@ -69,10 +69,12 @@ def fit(tmp_path, model, steps=3):
 def test_the_plan_the_types_and_what_is_real(tmp_path):
     model = Planned()
     text, told = fit(tmp_path, model)
-    plan, types, real = text.split("memory that each of ")[1], text.split("as they are: ")[1], text.split("after 2 steps")[1]
+    plan, types, real = (text.split("memory that each of ")[1], text.split("as they are: ")[1],
+                         text.split("after 2 steps")[1])
     assert model.asked == 1 and plan.startswith("1 ranks will need, an estimate:\n  the plan's table\n")
-    assert types.startswith("parameters float32; masters (the parameters themselves); gradients' sums over ranks (one rank); "
-                            "recurrent states memory.S float32, tail bfloat16; precision 32-true")  # fmt: skip
+    assert types.startswith("parameters float32; masters (the parameters themselves); gradients' sums over ranks "
+                            "(one rank); recurrent states memory.S float32, tail bfloat16; "
+                            "precision 32-true")  # fmt: skip
     count = sum(p.numel() for p in model.parameters())
     for part, each in (("parameters", 4), ("gradients", 4), ("optimizer states", 8)):
         line, = [line for line in real.splitlines() if line.strip().startswith(part)]
@@ -94,8 +96,8 @@ def test_too_little_free_memory_names_the_largest_part_and_the_mend(tmp_path, mo
     run = trainer(tmp_path, 1, [report])
     model._trainer = run
     monkeypatch.setattr(type(run.strategy), "root_device", torch.device("cuda", 3))
-    with pytest.warns(UserWarning, match="cuda:3 has 80.0 GB free and a rank is estimated to need 2000.0 GB, most of it "
-                                         "activations .2000.0 GB.: lower data.micro_batch_rows"):  # fmt: skip
+    with pytest.warns(UserWarning, match="cuda:3 has 80.0 GB free and a rank is estimated to need 2000.0 GB, most "
+                                         "of it activations .2000.0 GB.: lower data.micro_batch_rows"):  # fmt: skip
         report.setup(run, model, "fit")
 
 

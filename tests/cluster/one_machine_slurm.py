@@ -123,7 +123,7 @@ class OneMachineSlurm:
         return next(word.split("=", 1)[1] for word in words if word.startswith(f"{name}="))
 
     def follow(self, job: str, done, seconds: float) -> None:
-        """Waits until `done(state)`. SLURM holds a requeued job back for `cred_expire`, two minutes where it is not set."""
+        """Waits until `done(state)`. SLURM holds a requeued job back for `cred_expire`, two minutes where not set."""
         end = time.monotonic() + seconds
         while not done(state := self.state(job)):
             assert time.monotonic() < end, f"job {job} is {state} after {seconds} s"

@@ -1,4 +1,4 @@
-"""The command line under every file of configs/strategy: the model built from the data's vocabulary, in pieces or whole.
+"""The command line under each file of configs/strategy: the model built from the data's vocabulary, in pieces or whole.
 
 Two CPU processes train what one trains: in float32 to rounding, in the lean form to bfloat16's.
 """
@@ -34,8 +34,8 @@ def losses(tmp_path_factory):
         if overlay not in found:
             settings = SIZES | {"data.store": store, "data.source": "null", "data.vocab_size": "null",
                                 "trainer.devices": 1 if overlay == "single" else 2}
-            command = [sys.executable, "-W", "ignore", SCRIPT, "--config", ROOT / "configs/longdoc-tiny.yaml", "--config",
-                       ROOT / f"configs/strategy/{overlay}.yaml", "--run_dir", folder / overlay,
+            command = [sys.executable, "-W", "ignore", SCRIPT, "--config", ROOT / "configs/longdoc-tiny.yaml",
+                       "--config", ROOT / f"configs/strategy/{overlay}.yaml", "--run_dir", folder / overlay,
                        *(text for key, value in settings.items() for text in (f"--{key}", value))]
             environment = {k: v for k, v in os.environ.items() if k not in LEFT_BEHIND}
             environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""A write that fails on one rank ends all ranks with CheckpointError and leaves a checkpoint that a resume goes on from."""
+"""A write that fails on one rank ends all ranks with CheckpointError and leaves a checkpoint to go on from."""
 
 import json
 import os

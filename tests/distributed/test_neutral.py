@@ -1,8 +1,8 @@
 """A checkpoint of any strategy and number of processes goes on under any other, and comes out again as it went in.
 
-One process and two, in one launch. Losses are those of the run left alone within 5e-6 (measured: 0), weights within 2e-6
-(measured: 7e-9); to the bit where strategy and number of processes stay. The tensors of what was loaded and exported again
-are identical.
+One process and two, in one launch. Losses are those of the run left alone within 5e-6 (measured: 0), weights within
+2e-6 (measured: 7e-9); to the bit where strategy and number of processes stay. The tensors of what was loaded and
+exported again are identical.
 """
 
 import os

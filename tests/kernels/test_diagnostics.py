@@ -54,7 +54,7 @@ def test_equal_to_their_definitions():
 
 @pytest.mark.parametrize("size", [1, 3, 64, 256])
 def test_the_largest_eigenvalue_by_squaring(size):
-    """What CUDA takes in place of `eigvalsh`: of A after many tokens of few directions, of its inverse, of one λ alone."""
+    """What CUDA takes in place of `eigvalsh`: of A after many tokens of few directions, its inverse, one λ alone."""
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(5, 1 + size // 4, size, generator=generator, dtype=torch.float64)
     M = 0.1 * torch.eye(size, dtype=torch.float64) + 1e5 * u.mT @ u

@@ -17,7 +17,8 @@ from kernels import triton_check, vla
 from tests.interpreter import found_by
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.filterwarnings("error:the Triton kernels failed")  # falling back would compare PyTorch with itself
+# Falling back would compare PyTorch with itself.
+pytestmark = pytest.mark.filterwarnings("error:the Triton kernels failed")
 
 # name: (variant, readout, (B, T, H, Dk, Dv), with_state, cu_seqlens)
 GPU_CASES = {f"{variant}, {readout}": (variant, readout, (2, 203, 3, 64, 64), False, None)
@@ -87,7 +88,7 @@ def test_a_direction_that_is_nan_is_seen(precision):
 
 
 def test_bfloat16_in_the_interpreter(interpreted):
-    """Which multiplies bfloat16 wrongly: the kernels compute in float32 there. The bound is what rounding w and o leaves."""
+    """Which multiplies bfloat16 wrongly: kernels compute in float32 there. The bound: what rounding w and o leaves."""
     assert {key: error for key, error in interpreted["bfloat16"].items() if not error < 3e-2} == {}
 
 

@@ -36,8 +36,8 @@ def test_a_million_tokens_forward_and_backward_in_bounded_memory(own):
 
 
 def map_of_the_last_64(precision, own, tokens):
-    """The map's result (direction, length) of the last 64 tokens, and a = A_t k̂_t in float64. Directions are of low rank
-    but for the last 64 of u = k̂; of the last 64 keys 32 are random and 32 within the span."""
+    """The map's result (direction, length) of the last 64 tokens, and a = A_t k̂_t in float64. Directions are of low
+    rank but for the last 64 of u = k̂; of the last 64 keys 32 are random and 32 within the span."""
     generator = torch.Generator("cuda").manual_seed(0)
     heads, d = len(RANKS), 64
 
@@ -52,8 +52,8 @@ def map_of_the_last_64(precision, own, tokens):
         k[:-64], u = u[:-64], k
     table = tables(1, tokens, None, stretch_tokens(tokens, heads, d), k.device)
     M = PENALTY * torch.eye(d, dtype=torch.float64, device="cuda").repeat(heads, 1, 1)
-    found, _ = map_forward(k, None if own else u, M[None], table, feature_map="identity", scale=1.0, raw=False, unit=True,
-                           precision=resolve(precision, False, k, k))
+    found, _ = map_forward(k, None if own else u, M[None], table, feature_map="identity", scale=1.0, raw=False,
+                           unit=True, precision=resolve(precision, False, k, k))
     unit_k, unit_u = (x.double() / x.double().norm(dim=-1, keepdim=True) for x in (k[-64:], u))
     M = M + torch.einsum("thi,thj->hij", unit_u[:-64], unit_u[:-64])
     M = M + torch.einsum("thi,thj->thij", unit_u[-64:], unit_u[-64:]).cumsum(0)
@@ -78,10 +78,11 @@ def test_directions_on_low_rank_input(own, tokens):
 @pytest.mark.parametrize("tokens", [4096, 65_536, MILLION])
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 def test_the_map_on_low_rank_input_with_a_float32_A(precision, tokens):
-    """Inside the span ‖a‖ falls like 1/T to below the rounding of A's largest entries 1/λ0, so no direction is left there;
-    a itself is right in units of 1/λ0, and so is the direction of what is not in the span."""
+    """Inside the span ‖a‖ falls like 1/T to below the rounding of A's largest entries 1/λ0, so no direction is left
+    there; a itself is right in units of 1/λ0, and so is the direction of what is not in the span."""
     w, norms, a = map_of_the_last_64(precision, False, tokens)
     direction = worst(w - a / a.norm(dim=-1, keepdim=True))[0]
     whole = worst(w * norms[..., None] - a).amax(0) * PENALTY
-    print(f"{precision} {tokens}: direction outside", *(f"{x:.0e}" for x in direction), "a", *(f"{x:.0e}" for x in whole))
+    print(f"{precision} {tokens}: direction outside", *(f"{x:.0e}" for x in direction),
+          "a", *(f"{x:.0e}" for x in whole))
     assert (direction < 3e-2).all() and (whole < 5e-3).all()

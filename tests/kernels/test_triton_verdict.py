@@ -12,7 +12,8 @@ from kernels.triton_verdict import found_right  # noqa: E402
 KNOWN = dict(bound=1e-2, device=torch.device("cpu"), what="rule 'unit'", instead="PyTorch's is used")
 
 
-@pytest.mark.parametrize("error, right", [(0.0, True), (1e-2, True), (2e-2, False), (math.inf, False), (math.nan, False)])
+@pytest.mark.parametrize("error, right", [(0.0, True), (1e-2, True), (2e-2, False), (math.inf, False),
+                                          (math.nan, False)])
 def test_an_error_is_right_up_to_the_bound(error, right, recwarn):
     assert found_right(lambda: error, **KNOWN) is right
     assert len(recwarn) == (not right)

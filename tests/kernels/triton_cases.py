@@ -60,8 +60,10 @@ def errors(name, cases, dtype=torch.float32, device="cpu"):
 def diagnostics_errors(variant, packed, dtype=torch.float32, device="cpu"):
     """Relative error of every diagnostic at ends of chunks of 128, which come from the kernels' own pass."""
     bounds = torch.tensor([0, 3, 140, 200], device=device) if packed else None
-    leaves, options = make_inputs(variant, "headwise", 1 if packed else 2, 200, 1, 16, 16, sequences=3 if packed else None)
-    tensors = {key: None if leaves[key] is None else leaves[key].to(device, torch.float32 if key == "penalty" else dtype)
+    leaves, options = make_inputs(variant, "headwise", 1 if packed else 2, 200, 1, 16, 16,
+                                  sequences=3 if packed else None)
+    tensors = {key: None if leaves[key] is None
+               else leaves[key].to(device, torch.float32 if key == "penalty" else dtype)
                for key in ("q", "k", "v", "u", "penalty", "beta", "g")}
     found = []
     for backend in ("triton", "chunked"):

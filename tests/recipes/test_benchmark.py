@@ -324,7 +324,8 @@ def test_two_processes_do_not_write_one_record(tmp_path):
     with subprocess.Popen([sys.executable, "-W", "ignore", "-c", hold, str(path)], stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="another process writes to .*record.json: wait for it, or give another --out"):
+        with pytest.raises(ValueError,
+                           match="another process writes to .*record.json: wait for it, or give another --out"):
             Record(path)
     Record(path)
 

@@ -63,10 +63,12 @@ def test_an_export_holds_it_all(run, tmp_path):
     assert all(torch.equal(weights[name], value) for name, value in native["state_dict"].items())
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
     moments = [load_file(folder / f"{kind}.safetensors") for kind in ("exp_avg", "exp_avg_sq")]
-    assert moments[0].keys() == moments[1].keys() == weights.keys() and all(value.any() for value in moments[1].values())
+    assert (moments[0].keys() == moments[1].keys() == weights.keys()
+            and all(value.any() for value in moments[1].values()))
     usual = tmp_path / "usual"
     usual.touch()
-    assert {path.stat().st_mode for path in folder.iterdir()} == {usual.stat().st_mode}, "the umask's, not the owner's alone"
+    assert {path.stat().st_mode for path in folder.iterdir()} == {usual.stat().st_mode}, (
+        "the umask's, not the owner's alone")
     state = json.loads((folder / "state.json").read_text())
     assert state["global_step"] == 4 and state["MQARDataModule"]["samples"] == 4 * 8
     assert json.loads((folder / "complete.json").read_text())["step"] == 4
@@ -179,12 +181,14 @@ def test_evaluate_and_load_model_take_it(run, tmp_path):
 
 def test_a_documents_run_s_export_is_evaluated_and_gone_on_from_outside(tmp_path, capsys, monkeypatch):
     for name in range(8):
-        (tmp_path / f"{name}.txt").write_text(" ".join(f"words of text {n * n + name} of some length" for n in range(40)))
-    options = ["--config", "configs/longdoc-tiny.yaml", "--data.source", f"[{tmp_path}]", "--data.store",
-               str(tmp_path / "store"), "--data.heldout", "0.3", "--data.vocab_size", "290", "--model.config.d_model", "16",
-               "--data.row_tokens", "32", "--data.global_batch_tokens", "128", "--trainer.max_steps", "4",
-               "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "0", "--trainer.val_check_interval", "4",
-               "--checkpoint.every_n_train_steps", "2", "--checkpoint.keep_last", "9"]
+        (tmp_path / f"{name}.txt").write_text(" ".join(f"words of text {n * n + name} of some length"
+                                                       for n in range(40)))
+    options = ["--config", "configs/longdoc-tiny.yaml", "--data.source", f"[{tmp_path}]",
+               "--data.store", str(tmp_path / "store"), "--data.heldout", "0.3", "--data.vocab_size", "290",
+               "--model.config.d_model", "16", "--data.row_tokens", "32", "--data.global_batch_tokens", "128",
+               "--trainer.max_steps", "4", "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "0",
+               "--trainer.val_check_interval", "4", "--checkpoint.every_n_train_steps", "2",
+               "--checkpoint.keep_last", "9"]
     pretrain.main([*options, "--run_dir", str(tmp_path / "run")])
     out = {step: tmp_path / f"exports/at{step}" for step in (2, 4)}
     for step, folder in out.items():
@@ -193,7 +197,8 @@ def test_a_documents_run_s_export_is_evaluated_and_gone_on_from_outside(tmp_path
         evaluate.main([str(folder), "--pairs", "2", "--lengths", "16", "--rows", "8", "--device", "cpu"])
         assert "no config.yaml" not in capsys.readouterr().err
     results = [json.loads((folder / "evaluation.json").read_text()) for folder in out.values()]
-    assert [result["step"] for result in results] == [2, 4] and all((f / "evaluation.png").exists() for f in out.values())
+    assert ([result["step"] for result in results] == [2, 4]
+            and all((f / "evaluation.png").exists() for f in out.values()))
     assert results[0]["documents"]["bits_per_byte"] > results[1]["documents"]["bits_per_byte"] > 0
     assert {path.name for path in (tmp_path / "exports").iterdir()} == {"at2", "at4"}
     assert not (tmp_path / "run/evaluation.json").exists()
@@ -204,7 +209,8 @@ def test_a_documents_run_s_export_is_evaluated_and_gone_on_from_outside(tmp_path
     pretrain.main(["--resume", "exports/at2"])  # as export prints it
     found, = (tmp_path / "runs").glob("at2-*")
     assert losses(found) == {step: loss for step, loss in losses(tmp_path / "run").items() if step > 2}
-    assert "max_steps: 4" in (found / "config.yaml").read_text() and "DocumentsDataModule" in (found / "config.yaml").read_text()
+    assert ("max_steps: 4" in (found / "config.yaml").read_text()
+            and "DocumentsDataModule" in (found / "config.yaml").read_text())
 
 
 def test_resume_goes_on_to_the_bit(run, tmp_path, capsys):

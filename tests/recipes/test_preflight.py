@@ -105,7 +105,8 @@ def test_the_recipe_prints_the_line_that_submits(capsys):
 
 def test_a_plan_that_does_not_fit_a_gpu_is_refused_with_its_mend(capsys):
     argv = ["--nodes", "1", "--gpus-per-node", "2", "--config", "configs/mqar.yaml",
-            "--config", "configs/strategy/zero3.yaml", "--model.config.d_model", "2048", "--model.config.n_layers", "24"]
+            "--config", "configs/strategy/zero3.yaml", "--model.config.d_model", "2048",
+            "--model.config.n_layers", "24"]
     preflight.main([*argv, "--gpu-gb", "80"])
     assert "ShardedStrategy 3" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
@@ -121,7 +122,8 @@ def test_a_plan_that_does_not_fit_a_gpu_is_refused_with_its_mend(capsys):
     (["--trainer.strategy", "zero4"], "error: trainer.strategy is 'zero4': expected auto, ddp, zero1, zero2 or zero3"),
     (["--trainer.strategy", "fsdp"], "error: trainer.strategy is 'fsdp': expected auto, ddp, zero1, zero2 or zero3"),
     (["--trainer.accumulate_grad_batches", "3"], "error: trainer.accumulate_grad_batches is 3: leave it out"),
-    (["--model.optimizer.warmup_steps", "5000", "--trainer.max_steps", "500"], "error: warmup_steps 5000 leaves nothing"),
+    (["--model.optimizer.warmup_steps", "5000", "--trainer.max_steps", "500"],
+     "error: warmup_steps 5000 leaves nothing"),
     (["--resume", "runs/none"], "error: --resume runs/none: no such file or folder"),
     (["--resume", "auto"], "error: --resume auto looks into the run's own folder, which was not named"),
     (["--trainer.accelerator", "cpu", "--trainer.strategy", "zero3"], "(DeepSpeed) needs CUDA devices"),
@@ -198,7 +200,8 @@ def test_a_missing_store_is_told_after_the_plan(tmp_path, capsys):
     assert "optimizer states" in said.out and "submit" not in said.out
     assert said.err.startswith(f"error: the token store {tmp_path / 'store'} is not there") and "8 ranks" in said.err
     with pytest.raises(SystemExit) as stop:  # the vocabulary is the store's, so there is nothing to plan with
-        preflight.main([*argv, "--data.store", str(tmp_path / "store"), "--data.source", "null", "--data.vocab_size", "null"])
+        preflight.main([*argv, "--data.store", str(tmp_path / "store"), "--data.source", "null",
+                        "--data.vocab_size", "null"])
     assert stop.value.code == 2 and "data.source is null" in capsys.readouterr().err
 
 
@@ -215,7 +218,8 @@ def test_the_line_that_makes_the_store_makes_this_one(settings, tmp_path, monkey
     assert line[:3] == ["python", "-m", "recipes.prepare"]
     assert set(settings) & {"max_bytes", "heldout"} <= {word.removeprefix("--") for word in line}
     made = []
-    monkeypatch.setattr(prepare, "prepare_store", lambda out, request, *_, **__: made.append((out, request)) or (None, True))
+    monkeypatch.setattr(prepare, "prepare_store",
+                        lambda out, request, *_, **__: made.append((out, request)) or (None, True))
     monkeypatch.setattr(prepare, "_report", lambda *_: None)
     assert prepare.main(line[3:]) == 0
     assert made == [(asked.store_path, asked.request)]

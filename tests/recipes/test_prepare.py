@@ -139,8 +139,8 @@ def test_a_broken_file_among_good_ones_is_named(tmp_path, capsys):
 def test_ctrl_c_keeps_nothing_and_says_so(tmp_path):
     for i in range(16):
         (tmp_path / f"{i}.txt").write_text("".join(f"word{(i + 2) * j % 977} " for j in range(140_000)))
-    command = [sys.executable, "-m", "recipes.prepare", "--source", str(tmp_path), "--out", str(tmp_path / "out" / "store"),
-               "--vocab_size", "400", "--workers", "2"]  # fmt: skip
+    command = [sys.executable, "-m", "recipes.prepare", "--source", str(tmp_path),
+               "--out", str(tmp_path / "out" / "store"), "--vocab_size", "400", "--workers", "2"]  # fmt: skip
     process = subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""The recipe as a person meets it: what a run leaves behind, what bad input is answered with, every shipped configuration."""
+"""The recipe as a person meets it: what a run leaves, what bad input is answered with, every shipped configuration."""
 
 import errno
 import json
@@ -23,8 +23,9 @@ from recipes.ending import stopped_by
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--model.config.d_model", "16", "--data.n_pairs", "2", "--data.val_n_pairs", "[2]", "--data.val_rows", "16",
-        "--data.length", "16", "--data.val_lengths", "[16]", "--data.global_batch_tokens", "128", "--trainer.max_steps", "6", "--trainer.val_check_interval", "3",
-        "--trainer.log_every_n_steps", "1", "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "2",
+        "--data.length", "16", "--data.val_lengths", "[16]", "--data.global_batch_tokens", "128",
+        "--trainer.max_steps", "6", "--trainer.val_check_interval", "3", "--trainer.log_every_n_steps", "1",
+        "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "2",
         "--checkpoint.every_n_train_steps", "3", "--state_norms.every_n_steps", "2"]
 
 
@@ -86,7 +87,8 @@ def test_resume_goes_on_with_the_runs_own_configuration(run: Path, tmp_path: Pat
 def test_no_folder_gets_a_mixture_of_two_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     other, old, new = tmp_path / "other", run / "checkpoints/step=000003.ckpt", tmp_path / "export"
     shutil.copytree(run, other, symlinks=True)
-    (other / "config.yaml").write_text((run / "config.yaml").read_text().replace("seed_everything: 1", "seed_everything: 2"))
+    (other / "config.yaml").write_text((run / "config.yaml").read_text()
+                                       .replace("seed_everything: 1", "seed_everything: 2"))
     before = {path: path.stat().st_mtime_ns for path in other.rglob("*")}
     export.main([str(old), "--out", str(new)])
     for source in (run, old, new):
@@ -116,11 +118,13 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture) -> str:
 
 
 BAD = {
-    "head size": (["--model.config.d_model", "30", "--model.config.n_heads", "4"], "d_model 30 is not divisible by n_heads 4"),
+    "head size": (["--model.config.d_model", "30", "--model.config.n_heads", "4"],
+                  "d_model 30 is not divisible by n_heads 4"),
     "mixer": (["--model.config.mixer", "mamba"], "mixer 'mamba' is unknown"),
     "penalty": (["--model.config.penalty", "0"], "penalty is 0"),
     "pairs for the row": (["--data.n_pairs", "8", "--data.length", "12"], "n_pairs 8 does not fit length 12"),
-    "pairs for the vocabulary": (["--data.n_pairs", "40", "--data.vocab_size", "32"], "n_pairs 40 does not fit vocab_size 32"),
+    "pairs for the vocabulary": (["--data.n_pairs", "40", "--data.vocab_size", "32"],
+                                 "n_pairs 40 does not fit vocab_size 32"),
     "batch": (["--data.global_batch_tokens", "57"], "global_batch_tokens 57 is not a whole number of rows"),
     "warm-up": (["--model.optimizer.warmup_steps", "9"], "warmup_steps 9 leaves nothing of trainer.max_steps 6"),
     "sharding without a GPU": (["--trainer.strategy", "zero3"], "needs CUDA devices"),
@@ -136,7 +140,8 @@ BAD = {
     "positions of validation": (["--model.config.style", "paper", "--model.config.max_positions", "16",
                                  "--data.val_lengths", "[16, 64]"], "set max_positions to 64"),
     "vocabulary": (["--model.config.vocab_size", "8"], "vocab_size 8 is smaller than the data's 128"),
-    "a word for a number": (["--model.config.penalty", "some"], "error: model.config.penalty: expected float, got some"),
+    "a word for a number": (["--model.config.penalty", "some"],
+                            "error: model.config.penalty: expected float, got some"),
     "precision": (["--trainer.precision", "8"], "'bf16-mixed'"),
     "never logged": (["--trainer.log_every_n_steps", "0"], "trainer.log_every_n_steps is 0"),
     "never validated": (["--trainer.val_check_interval", "0"], "trainer.val_check_interval is 0"),
@@ -150,12 +155,14 @@ BAD = {
     "no run": (["--resume", "runs/none"], "--resume runs/none: no such file or folder"),
     "auto where": (["--resume", "auto", "--run_dir", ""], "--resume auto looks into the run's own folder"),
     "no corpus": (["--config", "configs/longdoc-tiny.yaml", "--data.source", "[nothing/*.txt]"], "nothing/*.txt"),
-    "no store": (["--config", "configs/longdoc-tiny.yaml", "--data.source", "null", "--data.store", "stores/none"], "stores/none"),
+    "no store": (["--config", "configs/longdoc-tiny.yaml", "--data.source", "null",
+                  "--data.store", "stores/none"], "stores/none"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_answered_before_anything_is_written(case: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_bad_input_is_answered_before_anything_is_written(case: str, tmp_path: Path,
+                                                          capsys: pytest.CaptureFixture) -> None:
     argv, message = BAD[case]
     base = [] if "--config" in argv else TINY
     folder = tmp_path / "run"
@@ -164,7 +171,8 @@ def test_bad_input_is_answered_before_anything_is_written(case: str, tmp_path: P
 
 
 def test_a_checkpoint_of_another_architecture(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    error = refused([*TINY, "--model.config.n_layers", "1", "--resume", str(run), "--run_dir", str(tmp_path / "new")], capsys)
+    error = refused([*TINY, "--model.config.n_layers", "1", "--resume", str(run),
+                     "--run_dir", str(tmp_path / "new")], capsys)
     assert "n_layers is 2 there, 1 here" in error
     assert not (tmp_path / "new").exists()
 
@@ -229,8 +237,8 @@ def test_a_process_that_waits_for_others_can_be_ended(
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]), "NODE_RANK": "0"}
-    command = [sys.executable, "-m", "recipes.pretrain", *TINY, "--trainer.num_nodes", nodes, "--trainer.devices", devices,
-               "--trainer.strategy", "ddp", "--run_dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "recipes.pretrain", *TINY, "--trainer.num_nodes", nodes,
+               "--trainer.devices", devices, "--trainer.strategy", "ddp", "--run_dir", str(tmp_path / "run")]
     process = subprocess.Popen(command, cwd=ROOT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | address,
                                stderr=subprocess.STDOUT, stdout=subprocess.PIPE)
     said = ""
@@ -249,7 +257,8 @@ def test_ctrl_c_during_the_start_is_one_line() -> None:
     script = "import os, signal, recipes; os.kill(os.getpid(), signal.SIGINT); import torch"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
-    done = subprocess.run([sys.executable, "-c", "import recipes; 1 / 0"], cwd=ROOT, text=True, capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "-c", "import recipes; 1 / 0"], cwd=ROOT, text=True,
+                          capture_output=True, check=False)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
 
 
@@ -257,7 +266,8 @@ def test_a_full_disk_ends_a_run_with_a_hint(run: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as stop, stopped_by(ValueError, folder=run):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert stop.value.code == 3
-    told = f"No space left on device, free some. Complete checkpoints are whole: go on with python -m recipes.pretrain --resume {run}\n"
+    told = ("No space left on device, free some. Complete checkpoints are whole: "
+            f"go on with python -m recipes.pretrain --resume {run}\n")
     assert told in capsys.readouterr().err
     with pytest.raises(FileNotFoundError), stopped_by(ValueError, folder=run):
         raise FileNotFoundError(errno.ENOENT, "no such file")
@@ -343,10 +353,11 @@ def test_any_folder_and_any_order_of_arguments(tmp_path: Path, monkeypatch: pyte
 def test_documents_without_a_held_out_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "a.txt").write_text("some words in a text of no great length " * 60)
     run = tmp_path / "run"
-    pretrain.main(["--config", "configs/longdoc-tiny.yaml", "--run_dir", str(run), "--data.source", f"[{tmp_path}/a.txt]",
-                   "--data.store", str(tmp_path / "store"), "--data.heldout", "0", "--data.vocab_size", "280",
-                   "--model.config.d_model", "16", "--data.row_tokens", "32", "--data.global_batch_tokens", "128",
-                   "--trainer.max_steps", "2", "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "0"])
+    pretrain.main(["--config", "configs/longdoc-tiny.yaml", "--run_dir", str(run),
+                   "--data.source", f"[{tmp_path}/a.txt]", "--data.store", str(tmp_path / "store"),
+                   "--data.heldout", "0", "--data.vocab_size", "280", "--model.config.d_model", "16",
+                   "--data.row_tokens", "32", "--data.global_batch_tokens", "128", "--trainer.max_steps", "2",
+                   "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "0"])
     evaluate.main([str(run), "--pairs", "2", "--lengths", "16", "--rows", "8", "--device", "cpu"])
     assert "documents" not in json.loads((run / "evaluation.json").read_text())
     shutil.rmtree(tmp_path / "store")

@@ -1,4 +1,4 @@
-"""SIGKILL at a random step, twice: losses, batches and weights are those of the run that was left alone, bit for bit."""
+"""SIGKILL at a random step, twice: losses, batches and weights are those of the run left alone, bit for bit."""
 
 import os
 import random
@@ -15,9 +15,9 @@ from callbacks import newest_complete, read_metrics
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
-MQAR = ["--config", "configs/mqar.yaml", "--model.config.d_model", "16", "--data.n_pairs", "2", "--data.val_n_pairs", "[2]",
-        "--data.length", "16", "--data.val_lengths", "[16]", "--data.val_rows", "16", "--data.global_batch_tokens", "256",
-        "--data.micro_batch_rows", "8"]
+MQAR = ["--config", "configs/mqar.yaml", "--model.config.d_model", "16", "--data.n_pairs", "2",
+        "--data.val_n_pairs", "[2]", "--data.length", "16", "--data.val_lengths", "[16]", "--data.val_rows", "16",
+        "--data.global_batch_tokens", "256", "--data.micro_batch_rows", "8"]
 DOCUMENTS = ["--config", "configs/longdoc-tiny.yaml", "--model.config.d_model", "16", "--data.vocab_size", "300",
              "--data.row_tokens", "32", "--data.global_batch_tokens", "128", "--data.micro_batch_rows", "2",
              "--data.val_rows", "4", "--data.carry_state", "true"]
@@ -26,15 +26,15 @@ DOCUMENTS = ["--config", "configs/longdoc-tiny.yaml", "--model.config.d_model", 
 def command(folder: Path, extra: list[str]) -> list[str]:
     return [sys.executable, "-m", "recipes.pretrain", *extra, "--run_dir", str(folder), "--resume", "auto",
             "--trainer.max_steps", str(STEPS), "--trainer.log_every_n_steps", "1", "--trainer.val_check_interval", "7",
-            "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "3", "--checkpoint.every_n_train_steps", "4",
-            "--state_norms.every_n_steps", "6",
+            "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "3",
+            "--checkpoint.every_n_train_steps", "4", "--state_norms.every_n_steps", "6",
             "--trainer.callbacks+=batch_recorder.BatchRecorder", f"--trainer.callbacks.path={folder}.batches"]
 
 
 def start(folder: Path, extra: list[str]) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/recipes'}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command(folder, extra), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True, start_new_session=True)
+    return subprocess.Popen(command(folder, extra), cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
 def finish(process: subprocess.Popen) -> None:
@@ -45,7 +45,8 @@ def finish(process: subprocess.Popen) -> None:
 def kill_at(process: subprocess.Popen, folder: Path, step: int) -> None:
     """SIGKILL once `step` has begun, somewhere within it or a little later."""
     record, begun = Path(f"{folder}.batches"), time.monotonic()
-    while not (record.exists() and any(int(line.split()[0]) >= step for line in record.read_text().splitlines() if line)):
+    while not (record.exists()
+               and any(int(line.split()[0]) >= step for line in record.read_text().splitlines() if line)):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() - begun < 200, f"step {step} was not reached"
         time.sleep(0.002)

@@ -44,8 +44,8 @@ def test_a_table_of_runs_and_of_what_failed(tmp_path, monkeypatch, capsys):
         return 0
 
     monkeypatch.setattr(compared, "to_the_end", run)
-    arguments = ["--config", "configs/mqar.yaml", "--strategies", "single", "zero1", "ddp", "--steps", "3", "--more", "2",
-                 "--out", str(tmp_path), "--data.seed", "7"]
+    arguments = ["--config", "configs/mqar.yaml", "--strategies", "single", "zero1", "ddp", "--steps", "3",
+                 "--more", "2", "--out", str(tmp_path), "--data.seed", "7"]
     with pytest.raises(SystemExit) as end:
         strategies.main(arguments)
     said, report = capsys.readouterr().out, json.loads((tmp_path / "table.json").read_text())
@@ -68,7 +68,8 @@ def test_a_folder_of_other_runs_is_refused(tmp_path, capsys):
     compared.claim(tmp_path, {"config": "configs/mqar.yaml", "steps": 6})
     with pytest.raises(ValueError, match="another call .steps 6 there and 7 here.: give another --out"):
         compared.claim(tmp_path, {"config": "configs/mqar.yaml", "steps": 7})
-    for config, said in (("configs/mqar.yaml", "give another --out"), ("nowhere.yaml", "no such file; give a run's configuration")):
+    for config, said in (("configs/mqar.yaml", "give another --out"),
+                         ("nowhere.yaml", "no such file; give a run's configuration")):
         with pytest.raises(SystemExit) as end:
             strategies.main(["--config", config, "--out", str(tmp_path)])
         assert end.value.code == 2 and said in capsys.readouterr().err
@@ -77,7 +78,8 @@ def test_a_folder_of_other_runs_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_it_starts_ends_with_it(number, tmp_path):
     child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    parent = f"import sys; from recipes.compared import to_the_end; to_the_end([sys.executable, '-c', {child!r}], sys.stdout)"
+    parent = ("import sys; from recipes.compared import to_the_end; "
+              f"to_the_end([sys.executable, '-c', {child!r}], sys.stdout)")
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=Path(__file__).parents[2])
     while not (tmp_path / "pid").exists() or not (pid := (tmp_path / "pid").read_text()):
         assert process.poll() is None

@@ -38,10 +38,12 @@ def test_the_table_is_the_plan(column, precision):
     found, planned = {name: cells[column] for name, *cells in rows}, plan(precision)
     expected = {name: gigabytes(sum(map(planned.bytes, parts))) for name, parts in ROWS.items()}
     assert found == expected | {"**in all**": gigabytes(planned.device_bytes, 1)}
-    assert {part.name for part in planned.parts} - {name for parts in ROWS.values() for name in parts} == {"small parameters"}
+    assert ({part.name for part in planned.parts} - {name for parts in ROWS.values() for name in parts}
+            == {"small parameters"})
 
 
 def test_the_numbers_beside_it():
-    without = [gigabytes(plan(precision, checkpointing=False).device_bytes, 0) for precision in ("bf16-true", "bf16-mixed")]
+    without = [gigabytes(plan(precision, checkpointing=False).device_bytes, 0)
+               for precision in ("bf16-true", "bf16-mixed")]
     assert f"Without activation checkpointing: {without[0]} and {without[1]}" in PAGE
     assert f"{gigabytes(plan('bf16-true', rows=4, accumulation=1).device_bytes, 1)} of memory a rank" in PAGE

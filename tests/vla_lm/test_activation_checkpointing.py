@@ -58,7 +58,8 @@ def test_diagnostics_come_as_before_and_draw_nothing():
     before = torch.get_rng_state()
     found, expected = again.probe(batch), plain.probe(batch)
     gradients(again, batch)
-    assert torch.equal(torch.get_rng_state(), before), "training draws no random numbers, so a resume needs no generator"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "training draws no random numbers, so a resume needs no generator")
     assert found.keys() == expected.keys() == {"layers.0", "layers.1"}
     assert torch.equal(found["layers.1"].state_norm, expected["layers.1"].state_norm)
 

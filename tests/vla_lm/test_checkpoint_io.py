@@ -19,8 +19,10 @@ class Pair(NamedTuple):
 def state(value):
     tied = torch.full((4, 3), float(value))
     half = torch.arange(8.0)[::2] + value  # not contiguous
-    more = {"empty": torch.empty(0), "none": torch.empty(0), "pair": Pair(half + 1, 2), "ints": defaultdict(list, {"x": [1]})}
-    return {"module": {"a": tied, "b": tied, "half": half}, "list": [1, (half, "text")], "size": torch.Size([2, 3]), **more}
+    more = {"empty": torch.empty(0), "none": torch.empty(0), "pair": Pair(half + 1, 2),
+            "ints": defaultdict(list, {"x": [1]})}
+    return {"module": {"a": tied, "b": tied, "half": half}, "list": [1, (half, "text")],
+            "size": torch.Size([2, 3]), **more}
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -35,7 +37,8 @@ def test_what_was_saved_is_written(tmp_path, background):
     assert io.done()
     assert io.finish() == {str(tmp_path / "step=1.ckpt"): zlib.crc32((tmp_path / "step=1.ckpt").read_bytes())}
     again = torch.load(tmp_path / "step=1.ckpt", weights_only=False)
-    assert torch.equal(again["module"]["a"], torch.ones(4, 3)) and torch.equal(again["list"][1][0], torch.arange(1.0, 9, 2))
+    assert (torch.equal(again["module"]["a"], torch.ones(4, 3))
+            and torch.equal(again["list"][1][0], torch.arange(1.0, 9, 2)))
     assert again["module"]["a"].data_ptr() == again["module"]["b"].data_ptr()  # shared as before
     assert torch.equal(again["pair"].tensor, torch.arange(8.0)[::2] + 2) and again["ints"] == {"x": [1]}
     assert again["list"][1][1] == "text" and again["size"] == torch.Size([2, 3])
@@ -70,5 +73,6 @@ def test_one_that_cannot_be_made_neutral_says_why(tmp_path):
     path.mkdir()
     with pytest.raises(NoNeutralForm, match="cannot be turned into the neutral form.*no checkpoint/.model_states.pt in"):
         loadable(path, {"form": "file"})
-    torch.save({"hyper_parameters": {"config": language_model().config.to_dict(), "optimizer": {}}}, tmp_path / "file.ckpt")
+    torch.save({"hyper_parameters": {"config": language_model().config.to_dict(), "optimizer": {}}},
+               tmp_path / "file.ckpt")
     assert loadable(tmp_path / "file.ckpt", {"form": "file"}) == tmp_path / "file.ckpt"

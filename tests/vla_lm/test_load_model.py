@@ -133,7 +133,8 @@ def test_the_bfloat16_zero_1_folder_that_deepspeed_cannot_convert(tmp_path):
         halves.append(torch.cat([flat, torch.zeros(-len(flat) % 4 + 4)]).chunk(2))
     for rank in range(2):
         states = {"single_partition_of_fp32_groups": [half[rank] for half in halves], "partition_count": [2, 2],
-                  "base_optimizer_state": {"state": {}}, "param_slice_mappings": [places(group, rank) for group in groups]}
+                  "base_optimizer_state": {"state": {}},
+                  "param_slice_mappings": [places(group, rank) for group in groups]}
         name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": states}, folder / "checkpoint" / name)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

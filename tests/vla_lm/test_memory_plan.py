@@ -112,13 +112,15 @@ def test_a_large_model_on_many_ranks():
 
 def test_the_mend_fits_the_largest_part():
     config = ModelConfig(**LARGE)
-    for stage, expected in enumerate(["use ZeRO (", "a higher ZeRO stage", "a higher ZeRO stage", "use more ranks, or"]):
+    for stage, expected in enumerate(["use ZeRO (", "a higher ZeRO stage", "a higher ZeRO stage",
+                                      "use more ranks, or"]):
         mend = plan_memory(config, Sharding(stage, 2), rows=1, row_tokens=128).mend()
         assert expected in mend and ("more ranks" in mend) == (stage > 0), mend
     many = plan_memory(config, Sharding(3, 64), rows=8, row_tokens=8192)
     assert many.largest.name == "activations" and "activation_checkpointing" in many.mend()
     for name in ("logits", "backward pass", "bfloat16 copies"):
-        assert "micro_batch_rows" in MemoryPlan((Part(name, 5, "float32", ""), Part("masters", 4, "float32", ""))).mend()
+        assert "micro_batch_rows" in MemoryPlan((Part(name, 5, "float32", ""),
+                                                 Part("masters", 4, "float32", ""))).mend()
     assert "reduce_bucket_size" in MemoryPlan((Part("buckets", 5, "float32", ""),)).mend()
 
 

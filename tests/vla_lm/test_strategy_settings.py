@@ -93,7 +93,8 @@ def test_ranks_give_up_before_half_an_hour_and_after_the_loader(name):
 @pytest.mark.parametrize("strategy", [DeepSpeedStrategy(stage=2), FSDPStrategy()])
 def test_strategies_that_train_otherwise_are_refused(strategy):
     trainer = SimpleNamespace(accelerator=CUDAAccelerator(), strategy=strategy, max_steps=1, fast_dev_run=False)
-    with pytest.raises(ValueError, match=f"Lightning's {type(strategy).__name__}.*use auto, ddp, zero1, zero2 or zero3"):
+    with pytest.raises(ValueError,
+                       match=f"Lightning's {type(strategy).__name__}.*use auto, ddp, zero1, zero2 or zero3"):
         check_trainer(trainer, "auto")
 
 
@@ -104,10 +105,11 @@ def test_a_folder_that_deepspeed_would_take_for_a_pattern_is_refused(tmp_path):
 
     def trainer(folder):
         return SimpleNamespace(accelerator=OnCUDA(), strategy=ShardedStrategy(), max_steps=9, fast_dev_run=False,
-                               val_check_interval=3, gradient_clip_val=None, log_every_n_steps=1, accumulate_grad_batches=1,
-                               max_epochs=None, limit_train_batches=1.0, overfit_batches=0.0,
-                               checkpoint_callback=SimpleNamespace(dirpath=folder))
+                               val_check_interval=3, gradient_clip_val=None, log_every_n_steps=1,
+                               accumulate_grad_batches=1, max_epochs=None, limit_train_batches=1.0,
+                               overfit_batches=0.0, checkpoint_callback=SimpleNamespace(dirpath=folder))
 
     check_trainer(trainer(tmp_path / "plain"), "auto")
-    with pytest.raises(ValueError, match=r"run_dir leads to .*lr\[3\]/checkpoints: DeepSpeed takes .* name another folder"):
+    with pytest.raises(ValueError,
+                       match=r"run_dir leads to .*lr\[3\]/checkpoints: DeepSpeed takes .* name another folder"):
         check_trainer(trainer(tmp_path / "lr[3]/checkpoints"), "auto")
