@@ -63,7 +63,8 @@ class Preemption(Callback):
         before = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:  # the rendezvous waits in C++, where no handler of Python's is run
             signal.signal(number, signal.SIG_DFL)
-        Thread(target=self._end_with, args=(int(os.environ.setdefault(LAUNCHER, str(os.getpid()))),), daemon=True).start()
+        launcher = int(os.environ.setdefault(LAUNCHER, str(os.getpid())))
+        Thread(target=self._end_with, args=(launcher,), daemon=True).start()
         try:
             yield
         except Preempted:

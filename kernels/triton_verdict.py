@@ -41,6 +41,6 @@ def out_of_memory(failure: Exception) -> bool:
 
 
 def _apart(check: Callable[..., float], *args: object) -> float:
-    """In a thread of its own: free of the caller's autocast, inference mode and hooks on saved tensors (checkpointing)."""
+    """In a thread of its own: free of the caller's autocast, inference mode and hooks on saved tensors."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(check, *args).result()

@@ -40,7 +40,7 @@ class PretrainCLI(LightningCLI):
         parser.add_argument("--run_dir", type=str | None, default=None,
                             help="Folder of the run; runs/<config>-<job id or time> when not given.")
         parser.add_argument("--resume", type=str | None, default=None,
-                            help="auto (newest complete checkpoint of run_dir, if any), a run's folder, or a checkpoint.")
+                            help="auto (newest complete checkpoint of run_dir, if any), a run's folder, a checkpoint.")
         parser.add_argument("--trust_pickle", "--trust-pickle", action="store_true",
                             help="Resume a DeepSpeed folder of outside a run's folder; its pickles can run any code.")
         parser.add_lightning_class_args(StateNorms, "state_norms")
@@ -61,8 +61,8 @@ class PretrainCLI(LightningCLI):
             raise ValueError(f"{self.run_dir} holds a run already: go on with it (--resume {self.run_dir}), or name "
                              "another folder (--run_dir runs/NAME)")
         if self.checkpoint and not _of_run(self.checkpoint, self.run_dir):
-            raise ValueError(f"{self.run_dir} holds another run than the checkpoint {self.checkpoint} is of: go on with that "
-                             f"run (--resume {self.run_dir}), or name another folder (--run_dir runs/NAME)")
+            raise ValueError(f"{self.run_dir} holds another run than the checkpoint {self.checkpoint} is of: go on "
+                             f"with that run (--resume {self.run_dir}), or name another folder (--run_dir runs/NAME)")
 
     def instantiate_trainer(self, **kwargs) -> Trainer:
         config, plugins = self.config, self.config_init.trainer.plugins or []

@@ -1,22 +1,23 @@
 """Evaluate a checkpoint: recall over a grid of pairs and lengths and, for a run on documents, loss by position.
-python -m recipes.evaluate runs/NAME[/checkpoints/step=000500.ckpt] [--pairs 4 8 16] [--lengths 64 256] takes every form
-of checkpoint; evaluation.json and evaluation.png go into the run's or an export's folder, or beside a lone file."""
+
+    python -m recipes.evaluate runs/NAME
+    python -m recipes.evaluate runs/NAME/checkpoints/step=000500.ckpt --pairs 4 8 16 --lengths 64 256
+
+Takes every form of checkpoint. Writes evaluation.json and evaluation.png into the run's folder; for a checkpoint
+outside one into an export's folder, or beside a lone file.
+"""
 
 import json
 import os
-import sys
-from itertools import product
-from pathlib import Path
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.progress import track
 
 from callbacks.run_folder import write_aside
-from data import DocumentsDataModule, MQARDataModule
+from data import DocumentsDataModule
 from recipes.console import bad_input
-from vla_lm.checkpoint_files import is_neutral, run_config
+from recipes.evaluated import recall_cells, run_data
 from vla_lm.checkpoints import check_data, checkpoint_step, complete_checkpoint, load_model
 from vla_lm.evaluation import mqar, perplexity, report
 
@@ -40,35 +41,6 @@ def parse(argv: list[str] | None) -> Namespace:
     return parser.parse_args(argv)
 
 
-def run_data(checkpoint: Path) -> tuple[str, dict, Path]:
-    """The run's data module (class path and arguments; none for a lone checkpoint), and the folder for the results."""
-    if (config := run_config(checkpoint)) is None:
-        print(f"no config.yaml of a run with {checkpoint}: recall in the paper format", file=sys.stderr)
-        return "", {}, checkpoint if is_neutral(checkpoint) else checkpoint.parent
-    try:
-        return (data := yaml.safe_load(config.read_text())["data"])["class_path"], data["init_args"], config.parent
-    except (yaml.YAMLError, TypeError, KeyError):
-        raise ValueError(f"{config} is not a run's configuration: put the run's own back, or move it away") from None
-
-
-def recall_cells(args: Namespace, source: str, settings: dict,
-                 model) -> tuple[str, list[tuple[int, int, MQARDataModule]]]:
-    """One data module for each cell of the grid that fits, in the format that the run was trained on."""
-    task = {key: settings[key] for key in ("format", "filler")} if source.endswith("MQARDataModule") else {}
-    if model.config.style == "paper" and (longest := max(args.lengths)) > (known := model.config.max_positions):
-        raise ValueError(f"--lengths {longest} is beyond the model's learned positions: give lengths up to {known}")
-    cells = []
-    for pairs, length in product(args.pairs, args.lengths):
-        try:
-            cells.append((pairs, length, MQARDataModule(vocab_size=model.config.vocab_size, n_pairs=pairs,
-                          length=length, val_rows=args.rows, val_batch_rows=args.batch_rows, seed=args.seed, **task)))
-        except ValueError as error:
-            problem = error
-    if not cells:
-        raise ValueError(f"no cell of the grid fits: {problem}")
-    return task.get("format", "paper"), cells
-
-
 def main(argv: list[str] | None = None) -> None:
     args, console = parse(argv), Console()
     with bad_input():
@@ -76,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         (source, settings, folder), documents = run_data(path), None
         args.rows = args.rows or (64 if source.endswith("DocumentsDataModule") else 512)
         model = load_model(path, args.device, args.trust_pickle, verify=False)
-        shape, cells = recall_cells(args, source, settings, model)
+        shape, cells = recall_cells(args, source, settings, model.config)
         if not os.access(folder, os.W_OK):
             raise OSError(f"{folder} cannot be written to: evaluate a copy of the checkpoint and its marker elsewhere")
         if source.endswith("DocumentsDataModule"):

@@ -79,7 +79,7 @@ def check_trusted(path: Path, trust_pickle: bool) -> None:
     in_run = path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").exists()
     if path.is_dir() and not is_neutral(path) and not trust_pickle and not in_run:
         raise ValueError(f"{path} is a folder of pickles, which can run any code when they are read, and lies in no "
-                         "run's folder (config.yaml, checkpoints/): if you trust where it comes from, add --trust-pickle")
+                         "run's folder (config.yaml, checkpoints/): if you trust its origin, add --trust-pickle")
 
 
 def checkpoint_step(path: str | Path) -> int:
@@ -91,7 +91,7 @@ def checkpoint_step(path: str | Path) -> int:
 def check_compatible(
     path: str | Path, model: LanguageModel, max_steps: int, data: Any = None, trust_pickle: bool = False
 ) -> None:
-    """ValueError unless a run of `max_steps` steps of `model` can go on from the checkpoint: names the fields to change.
+    """ValueError unless a run of `max_steps` steps of `model` can go on from the checkpoint: names what to change.
 
     The architecture must be the same, but for fields that change the speed alone (chunk_size, backend), the learning
     rate must go on where it was, AdamW's other settings must be the same (they are restored), and so must the data.
@@ -124,9 +124,9 @@ def check_compatible(
     )
     if not math.isclose(here, there, rel_tol=1e-9, abs_tol=1e-15):
         raise ValueError(
-            f"{path} goes on at step {step} with learning rate {there:.6g}, this configuration's schedule has {here:.6g} there: "
-            f"resume with the learning_rate, schedule, warmup_steps and trainer.max_steps ({content['max_steps']}) it was "
-            "trained with, or start a new run"
+            f"{path} goes on at step {step} with learning rate {there:.6g}, this configuration's schedule has "
+            f"{here:.6g} there: resume with the learning_rate, schedule, warmup_steps and trainer.max_steps "
+            f"({content['max_steps']}) it was trained with, or start a new run"
         )
     for name in ("weight_decay", "betas", "eps"):
         there, here = getattr(before, name), getattr(model.optimizer_config, name)
@@ -148,8 +148,8 @@ def _check_tensors(neutral: NeutralCheckpoint) -> None:
         if given.get(name) != wanted.get(name):
             raise ValueError(
                 f"{neutral.path} has weights of {name} of shape {given.get(name, 'none')}, the architecture in its "
-                f"state.json (hyper_parameters.config) has {wanted.get(name, 'none')}: make {_field(name)} there those of "
-                "the weights"
+                f"state.json (hyper_parameters.config) has {wanted.get(name, 'none')}: make {_field(name)} there those "
+                "of the weights"
             )
     moments = neutral.names(MOMENTS[0])
     if missing := [name for name, _ in model.named_parameters() if moments and name not in moments]:

@@ -122,13 +122,13 @@ class LanguageModel(LightningModule):
     def _forward_carried(self, batch: dict[str, Tensor]) -> Tensor:
         # Row b's first document goes on from its lane's state where carried[b]; every other document begins.
         self._check_carry()
-        # Index arithmetic on the host: the GPU is not waited for where the data module leaves lanes and cu_seqlens there.
+        # Indices on the host: the GPU is not waited for where the data module leaves lanes and cu_seqlens there.
         tokens, bounds, lanes = batch["tokens"], batch["cu_seqlens"].long().cpu(), batch["lanes"].tolist()
         carried = batch["carried"].to(tokens.device, non_blocking=True)
         rows, length = tokens.shape
         row_starts = torch.arange(rows) * length
-        first = (torch.searchsorted(bounds, row_starts, right=True) - 1).to(tokens.device, non_blocking=True)
-        last = (torch.searchsorted(bounds, row_starts + length - 1, right=True) - 1).to(tokens.device, non_blocking=True)
+        first, last = ((torch.searchsorted(bounds, places, right=True) - 1).to(tokens.device, non_blocking=True)
+                       for places in (row_starts, row_starts + length - 1))
         states, known = self.lanes.get(lanes, tokens.device)
         if not all(known):  # the first step of a run alone: reading `carried` may synchronise
             missing = [lane for lane, has, wanted in zip(lanes, known, carried.tolist()) if wanted and not has]
@@ -230,7 +230,7 @@ class LanguageModel(LightningModule):
         checkpoint["layout"] = getattr(self.trainer.strategy, "layout", {"form": "file"})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if "neutral" in checkpoint and not hasattr(self.trainer.strategy, "layout"):  # ZeRO has taken its pieces already
+        if "neutral" in checkpoint and not hasattr(self.trainer.strategy, "layout"):  # ZeRO has its pieces already
             neutral = NeutralCheckpoint(Path(checkpoint["neutral"]))
             checkpoint["state_dict"] = {name: neutral.tensor("weights", name) for name in neutral.names("weights")}
             checkpoint["optimizer_states"] = [neutral.optimizer_state(self, self.trainer.max_steps)]

@@ -1,7 +1,6 @@
 """Norms before clipping against autograd by hand, at optimizer steps only, and the clip rate."""
 
 import pytest
-import torch
 from lightning.pytorch import Callback, seed_everything
 
 from callbacks import GradientNorms

@@ -71,7 +71,7 @@ def test_an_error_waits_for_finish(tmp_path, background):
 def test_one_that_cannot_be_made_neutral_says_why(tmp_path):
     path = tmp_path / "step=000004.ckpt"
     path.mkdir()
-    with pytest.raises(NoNeutralForm, match="cannot be turned into the neutral form.*no checkpoint/.model_states.pt in"):
+    with pytest.raises(NoNeutralForm, match="cannot be turned into the neutral form.*no checkpoint/.model_states.pt"):
         loadable(path, {"form": "file"})
     torch.save({"hyper_parameters": {"config": language_model().config.to_dict(), "optimizer": {}}},
                tmp_path / "file.ckpt")
