@@ -20,37 +20,45 @@ _checked: set[tuple] = set()
 
 
 @torch.compiler.assume_constant_result
-def takes(dtype: torch.dtype, width: int, device: torch.device) -> bool:
-    """Whether `convolve` computes such an x, found right in a small call before the first of its kind."""
+def takes(dtype: torch.dtype, width: int, channels: int, packed: bool, tailed: bool, device: torch.device) -> bool:
+    """Whether `convolve` computes such an x, found right in a small call before the first of its kind.
+
+    A kind is what is compiled apart: with documents or without, with inputs before them or without, channels a multiple
+    of 16 or not.
+    """
     if dtype not in BOUNDS or (device.type != "cuda" and not INTERPRETED):
         return False
-    kind = ("convolution", dtype, width)
+    kind = ("convolution", dtype, width, channels % 16 == 0, packed, tailed)
     if (*kind, device) not in _checked and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        if not found_right(check_error, dtype, width, device, bound=BOUNDS[dtype], device=device,
-                           what=f"convolution, {dtype}, width {width}", instead="PyTorch's is used"):
+        what = f"convolution{', packed' * packed}{', tail' * tailed}, {dtype}, width {width}, {channels} channels"
+        if not found_right(check_error, *kind[1:], device, bound=BOUNDS[dtype], device=device, what=what,
+                           instead="PyTorch's is used"):
             FAULTY.add(kind)
         _checked.add((*kind, device))
     return kind not in FAULTY
 
 
-def check_error(dtype: torch.dtype, width: int, device: torch.device) -> float:
-    """Largest relative error of y and the gradients of four short documents. Draws from no generator but its own."""
-    edges, channels, generator = (0, 1, 3, 37, 70), 40, torch.Generator(device).manual_seed(0)
-    shapes = ((70, channels), (channels, width), (4, width - 1, channels))
+def check_error(dtype: torch.dtype, width: int, aligned: bool, packed: bool, tailed: bool,
+                device: torch.device) -> float:
+    """Largest relative error of y and the gradients, of a few documents. Draws from no generator but its own."""
+    edges = (0, 1, 3, 37, 80) if packed else (0, 40, 80)
+    channels, documents, generator = 144 if aligned else 135, len(edges) - 1, torch.Generator(device).manual_seed(0)
+    shapes = ((80, channels), (channels, width), (documents, width - 1, channels))
     x, weight, tail = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
-    leaves = [x.to(dtype).requires_grad_(), weight.requires_grad_(), tail.to(dtype).requires_grad_()]
+    leaves = [x.to(dtype).requires_grad_(), weight.requires_grad_(), tail.to(dtype).mul(tailed).requires_grad_()]
     dy = torch.randn(x.shape, generator=generator, device=device, dtype=torch.float64)
-    bounds, document = torch.tensor(edges, device=device), torch.zeros(70, dtype=torch.int64, device=device)
+    bounds, document = torch.tensor(edges, device=device), torch.zeros(80, dtype=torch.int64, device=device)
     document[list(edges[1:-1])] = 1
+    where = (bounds, document.cumsum(0), 80) if packed else (None, None, 40)
     truth = [x.detach().double().requires_grad_() for x in leaves]
     lines = [torch.cat((past, truth[0][a:b])) for past, a, b in zip(truth[2], edges, edges[1:])]
     windows = torch.cat([line.unfold(0, width, 1) for line in lines]).flip(-1)  # lag 0 first
-    y = convolve(*leaves, bounds, document.cumsum(0), 70)
-    expected = F.silu((windows * truth[1]).sum(-1))
-    wanted = slice(None) if width > 1 else slice(2)
+    y, expected = convolve(*leaves[:2], leaves[2] if tailed else None, *where), F.silu((windows * truth[1]).sum(-1))
+    wanted = slice(3 if tailed and width > 1 else 2)
     pairs = [(y, expected), *zip(torch.autograd.grad((y.double() * dy).sum(), leaves[wanted]),
                                  torch.autograd.grad((expected * dy).sum(), truth[wanted]))]
-    return max(float((a.detach().double() - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
+    errors = torch.stack([(a.detach().double() - b.detach()).norm() / b.detach().norm() for a, b in pairs])
+    return float(errors.max())  # NaN where one is
 
 
 def convolve(x: Tensor, weight: Tensor, tail: Tensor | None, bounds: Tensor | None, document: Tensor | None,
@@ -208,6 +216,8 @@ def _backward(ctx, dy):
 
 def _tail_gradient(ds: Tensor, weight: Tensor, tail: Tensor, bounds: Tensor | None, length: int) -> Tensor:
     documents, width = tail.shape[0], weight.shape[1]
+    if not ds.shape[0]:
+        return torch.zeros_like(tail)
     if bounds is None:
         bounds = torch.arange(documents + 1, device=ds.device) * length
     dtail = torch.zeros_like(tail, dtype=torch.float32)

@@ -87,6 +87,7 @@ def _of_run(checkpoint: Path, run_dir: Path) -> bool:
     """Whether a checkpoint is a run's own, an export of it, or what the run began from."""
     record, taken = run_dir / "environment.json", checkpoint / "config.yaml"
     starts = json.loads(record.read_text()) if record.exists() else []
-    if checkpoint.is_relative_to(run_dir.resolve()) or starts and starts[0].get("resumed_from") == str(checkpoint):
+    origin, checkpoint = starts[0].get("resumed_from") if starts else None, checkpoint.resolve()
+    if checkpoint.is_relative_to(run_dir.resolve()) or origin and Path(origin).resolve() == checkpoint:
         return True
     return taken.is_file() and taken.read_bytes() in [config.read_bytes() for config in run_dir.glob("config*.yaml")]

@@ -33,7 +33,8 @@ class ShortConvolution(nn.Module):
         of x's dtype.
         """
         tail = None if tail is None else tail.to(x.dtype)
-        whole = fused is not None and fused.takes(x.dtype, self.width, x.device)
+        kind = (x.dtype, self.width, x.shape[-1], packing is not None, tail is not None, x.device)
+        whole = fused is not None and fused.takes(*kind)
         y = self._fused(x, packing, tail) if whole else self._plain(x, packing, tail)
         return y, self._tail(x, packing, tail) if return_tail else None
 
@@ -44,6 +45,8 @@ class ShortConvolution(nn.Module):
     def _plain(self, x: Tensor, packing: Packing | None, tail: Tensor | None) -> Tensor:
         before = self.width - 1
         documents = x.shape[0] if packing is None else packing.documents
+        if not x.numel():
+            return x  # conv1d refuses it
         if tail is None:
             tail = x.new_zeros(documents, before, x.shape[-1])
         if packing is None:
@@ -64,8 +67,9 @@ class ShortConvolution(nn.Module):
 
     def _tail(self, x: Tensor, packing: Packing | None, tail: Tensor | None) -> Tensor:
         before = self.width - 1
-        if packing is None:
-            tail = x.new_zeros(x.shape[0], before, x.shape[-1]) if tail is None else tail
+        if packing is None or not before:
+            documents = x.shape[0] if packing is None else packing.documents
+            tail = x.new_zeros(documents, before, x.shape[-1]) if tail is None else tail
             return torch.cat((tail, x[:, max(0, x.shape[1] - before):]), 1)[:, -before:] if before else tail
         # The last inputs of each document, and where it is shorter, what was before it.
         start, end = packing.cu_seqlens[:-1, None], packing.cu_seqlens[1:, None]

@@ -1,6 +1,7 @@
 """The batch scripts on a real SLURM of two virtual nodes: warned, requeued, finished; given up; failed; refused."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -28,9 +29,10 @@ class Job:
         self, slurm: OneMachineSlurm, folder: Path, script: str, argv: list[str], *options: str, **more: str
     ) -> None:
         self.slurm, self.log, self.run_dir = slurm, folder / "job.log", folder / "run"
+        self.given = os.path.relpath(self.run_dir, ROOT)  # as the scripts' own runs/NAME-ID is
         given = [f"--chdir={ROOT}", f"--output={self.log}", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2",
                  "--cpus-per-task=1", "--time=10", *options]
-        environment = {"PYTHON": sys.executable, "PYTHONPATH": FOLDERS, "RUN_DIR": str(self.run_dir)} | more
+        environment = {"PYTHON": sys.executable, "PYTHONPATH": FOLDERS, "RUN_DIR": self.given} | more
         self.id = slurm.run("sbatch", "--parsable", *given, f"slurm/{script}", *argv, **environment).strip()
 
     def wait(self, done=ended, seconds: float = 180) -> str:
@@ -119,7 +121,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(deed, slurm, tmp_path):
         assert "rank 1 failed first" in said and "ValueError: a fault made for the test" in said, said
     else:
         assert "task 1: Killed" in said and "rank 1 left no word" in said, said
-    assert f"when mended go on with: RUN_DIR={job.run_dir} sbatch" in said
+    assert f"when mended go on with: RUN_DIR={job.given} sbatch" in said
     assert newest_complete(job.run_dir).name == "step=000030.ckpt", "saved every 10 steps"
     again = Job(slurm, tmp_path, "pretrain.sbatch", tiny(100))
     assert again.wait() == "COMPLETED" and "going on at step 30 of 100" in again.said()

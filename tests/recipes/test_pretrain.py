@@ -103,6 +103,17 @@ def test_no_folder_gets_a_mixture_of_two_runs(run: Path, tmp_path: Path, capsys:
     assert [start["resumed_step"] for start in starts] == [None, 3, 3, 6] and starts[1]["resumed_from"] == str(new)
 
 
+def test_auto_goes_on_in_a_folder_named_as_people_name_it(run: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(run, tmp_path / "runs/a", symlinks=True)
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/a", "./runs/a", "link/a", str(tmp_path / "link/a")):
+        pretrain.main(["--resume", "auto", "--run_dir", name])
+    starts = json.loads((tmp_path / "runs/a/environment.json").read_text())
+    assert [start["resumed_step"] for start in starts] == [None, 6, 6, 6, 6]
+
+
 def test_resume_with_another_schedule(run: Path, capsys: pytest.CaptureFixture) -> None:
     error = refused(["--resume", str(run), "--trainer.max_steps", "8"], capsys)
     assert "resume with the learning_rate, schedule, warmup_steps and trainer.max_steps (6)" in error

@@ -23,6 +23,8 @@ CASES = {
     "one token, tail": (3, 1, 16, 4, None, True),
     "two tokens, tail": (2, 2, 16, 4, None, True),
     "width 1": (1, 5, 16, 1, None, False),
+    "width 1, packed, tail": (2, 20, 16, 1, (0, 3, 20, 40), True),
+    "width 1, packed": (2, 20, 16, 1, (0, 3, 20, 40), False),
     "width 2, tail": (1, 70, 16, 2, (0, 33, 70), True),
     "width 7, packed, tail": (1, 70, 16, 7, (0, 2, 5, 64, 70), True),
 }
@@ -68,7 +70,7 @@ def errors(name, device="cpu", dtype=torch.float32):
     leaves["weight"] = module.weight
     packing = None if bounds is None else Packing.build(torch.tensor(bounds), rows, length, torch.device(device))
     x = leaves["x"].view(1, -1, channels) if bounds else leaves["x"].view(rows, length, channels)
-    assert fused.takes(x.dtype, width, x.device)
+    assert fused.takes(x.dtype, width, channels, bounds is not None, with_tail, x.device)
     y, tail = module(x, packing, leaves["tail"] if with_tail else None)
     found = finish(leaves, y.flatten(0, 1), tail)
     return {k: float((x.detach().double() - truth[k]).norm() / truth[k].norm().clamp(min=1e-9))
@@ -88,23 +90,61 @@ def compiled():
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
+class Wrong:
+    """A kernel followed by a fault: `spoil` is given the kernel's arguments."""
+
+    def __init__(self, kernel, spoil):
+        self.kernel, self.spoil = kernel, spoil
+
+    def __getitem__(self, grid):
+        return lambda *x, **y: (self.kernel[grid](*x, **y), self.spoil(x))
+
+
+# name: (kernel, what goes wrong, whether a tail and documents are given)
+FAULTS = {
+    "does not compile": ("convolve_kernel", None, False),
+    "y": ("convolve_kernel", lambda x: x[5].zero_(), False),
+    "y of the dense form alone": ("convolve_kernel", lambda x: x[4] is None and x[5].fill_(7), False),
+    "y with a tail": ("convolve_kernel", lambda x: x[2] is not None and x[5].fill_(7), True),
+    "NaN in dweight": ("before_silu_kernel", lambda x: x[7].fill_(torch.nan), False),
+    "NaN in dx": ("input_gradient_kernel", lambda x: x[4].fill_(torch.nan), False),
+}
+
+
 def failing():
-    """A kernel that is wrong, then one that does not compile: what is said, and whether PyTorch's is taken."""
-    found, right = [], fused.convolve_kernel
-    for wrong in (lambda *x, **y: None, None):
-        fused.convolve_kernel = {(1, 1): wrong, (3, 1): wrong}
+    """Of each fault what is said, and whether y and the gradients are PyTorch's afterwards."""
+    found = {}
+    for name, (kernel, spoil, tailed) in FAULTS.items():
+        right = getattr(fused, kernel)
+        setattr(fused, kernel, Wrong(None if spoil is None else right, spoil))
         fused._checked.clear()
+        module, x = ShortConvolution(16, 4), torch.randn(1, 5, 16, requires_grad=True)
+        tail = torch.randn(1, 3, 16) if tailed else None
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            y, _ = ShortConvolution(16, 4)(torch.ones(1, 5, 16))
-        found.append((str(said[0].message), bool(y.isfinite().all()), ("convolution", torch.float32, 4) in FAULTY))
+            y, _ = module(x, None, tail)
+        plain = module._plain(x, None, tail)
+        ours, theirs = ([z, *torch.autograd.grad(z.square().sum(), [x, module.weight])] for z in (y, plain))
+        same = all(torch.equal(a, b) for a, b in zip(ours, theirs))
+        found[name] = [str(said[0].message) if said else "nothing", same, len(FAULTY)]
+        setattr(fused, kernel, right)
+        fused._checked.clear()
         FAULTY.clear()
-    fused.convolve_kernel = right
-    fused._checked.clear()
+    return found
+
+
+def empty():
+    """Gradients of no tokens after a tail, by the kernels and by PyTorch: as many numbers as inputs, all 0."""
+    module, found = ShortConvolution(16, 4), []
+    for way in (module.forward, lambda *x: (module._plain(*x), module._tail(*x))):
+        x, tail = torch.randn(2, 0, 16, requires_grad=True), torch.randn(2, 3, 16, requires_grad=True)
+        y, after = way(x, None, tail)
+        (y.sum() + after.sum()).backward()
+        found += [list(y.shape), torch.equal(after, tail), float(tail.grad.sum())]
     return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = {name: errors(name) for name in CASES} | {"compiled": compiled(), "failing": failing()}
+    found = {name: errors(name) for name in CASES} | {"compiled": compiled(), "failing": failing(), "empty": empty()}
     json.dump(found, sys.stdout)

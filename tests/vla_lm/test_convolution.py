@@ -11,7 +11,7 @@ from vla_lm.convolution import ShortConvolution
 
 pytest.importorskip("triton")
 
-from convolution_cases import CASES, errors  # noqa: E402
+from convolution_cases import CASES, FAULTS, errors  # noqa: E402
 
 HERE = Path(__file__).parent
 # float32: rounding; half precision: y, dx and the gradient before the SiLU are rounded to it.
@@ -32,10 +32,15 @@ def test_compiled_in_the_interpreter(interpreted):
     assert interpreted["compiled"] == 0
 
 
-def test_kernels_that_fail_their_check_are_left_to_pytorch(interpreted):
-    for message, finite, left in interpreted["failing"]:
-        assert "failed their check against PyTorch" in message and "convolution, torch.float32, width 4" in message
-        assert finite and left
+@pytest.mark.parametrize("name", FAULTS)
+def test_kernels_that_fail_their_check_are_left_to_pytorch(interpreted, name):
+    message, same, faulty = interpreted["failing"][name]
+    assert "failed their check against PyTorch" in message and "torch.float32, width 4, 16 channels" in message
+    assert same and faulty == 1
+
+
+def test_no_tokens(interpreted):
+    assert interpreted["empty"] == [[2, 0, 16], True, 96.0] * 2
 
 
 @pytest.mark.gpu
