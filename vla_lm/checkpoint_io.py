@@ -169,7 +169,9 @@ def _fitting(path: Path, layout: Mapping[str, Any]) -> Path:
 def _words(layout: Mapping[str, Any] | None) -> str:
     if layout is None:
         return "an older version's"
-    return "one file" if layout == FILE else f"{layout['form']} of {layout['ranks']} ranks, {layout['optimizer']}"
+    if layout == FILE:
+        return "one file"
+    return f"{layout['form']} of {layout['ranks']} ranks, {layout['optimizer']}, {layout.get('weights', 'other')} weights"
 
 
 class AnyCheckpoint:
@@ -183,8 +185,9 @@ class AnyCheckpoint:
     def layout(self) -> dict[str, Any]:
         """How the present engine's checkpoints are cut: what must agree with a folder's for it to be read directly."""
         engine = self.deepspeed_engine
-        kind = type(getattr(engine, "optimizer", None)).__name__
-        return {"form": f"zero{engine.zero_optimization_stage()}", "ranks": self.world_size, "optimizer": kind}
+        kind, weights = type(getattr(engine, "optimizer", None)).__name__, str(engine.get_data_types()[0])
+        return {"form": f"zero{engine.zero_optimization_stage()}", "ranks": self.world_size, "optimizer": kind,
+                "weights": weights.removeprefix("torch.")}  # DeepSpeed names its files by their dtype
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         engine, path = self.deepspeed_engine, self.broadcast(filepath)

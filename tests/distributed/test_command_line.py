@@ -21,30 +21,34 @@ LEFT_BEHIND = ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_P
 SIZES = {"model.config.d_model": 128, "model.config.n_heads": 2, "data.row_tokens": 64, "data.micro_batch_rows": 2,
          "data.global_batch_tokens": 512, "data.carry_state": "true", "data.val_rows": 8, "data.num_workers": 0,
          "trainer.max_steps": 4, "trainer.val_check_interval": 4, "trainer.log_every_n_steps": 1,
-         "model.optimizer.warmup_steps": 1, "trainer.accelerator": "cpu"}
+         "model.optimizer.warmup_steps": 1, "checkpoint.every_n_train_steps": 2, "trainer.accelerator": "cpu"}
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory):
-    """Of a strategy's run, by step."""
+    """Of a strategy's run, by step; of one that goes on from step 2 of another strategy's."""
     folder, found = tmp_path_factory.mktemp("runs"), {}
     store = write_store(folder)
 
-    def of(overlay):
-        if overlay not in found:
+    def of(overlay, after=None):
+        name = f"{overlay}-after-{after}" if after else overlay
+        if name not in found:
+            if after:
+                of(after)
             settings = SIZES | {"data.store": store, "data.source": "null", "data.vocab_size": "null",
-                                "trainer.devices": 1 if overlay == "single" else 2}
+                                "trainer.devices": 1 if overlay == "single" else 2, "run_dir": folder / name}
+            settings |= {"resume": folder / after / "checkpoints/step=000002.ckpt"} if after else {}
             command = [sys.executable, "-W", "ignore", SCRIPT, "--config", ROOT / "configs/longdoc-tiny.yaml",
-                       "--config", ROOT / f"configs/strategy/{overlay}.yaml", "--run_dir", folder / overlay,
+                       "--config", ROOT / f"configs/strategy/{overlay}.yaml",
                        *(text for key, value in settings.items() for text in (f"--{key}", value))]
             environment = {k: v for k, v in os.environ.items() if k not in LEFT_BEHIND}
             environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             done = subprocess.run(list(map(str, command)), env=environment, cwd=folder, capture_output=True, text=True,
                                   timeout=240)
             assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-            lines = read_metrics(folder / overlay / "metrics.jsonl")
-            found[overlay] = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
-        return found[overlay]
+            lines = read_metrics(folder / name / "metrics.jsonl")
+            found[name] = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+        return found[name]
 
     return of
 
@@ -55,3 +59,10 @@ def test_it_trains_what_one_process_trains(losses, overlay):
     alone = losses("single")
     assert list(alone) == [1, 2, 3, 4] and alone[4] < alone[1]
     assert losses(overlay) == pytest.approx(alone, rel=1e-2 if overlay == "zero3-lean" else 1e-5)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("before, overlay", [("zero3", "zero3-lean"), ("zero3-lean", "zero3")])
+def test_it_goes_on_at_another_precision_of_the_same_stage(losses, before, overlay):
+    rest = {step: loss for step, loss in losses("single").items() if step > 2}
+    assert losses(overlay, after=before) == pytest.approx(rest, rel=1e-2)
