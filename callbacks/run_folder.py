@@ -119,6 +119,8 @@ class RunFolder(SaveConfigCallback):
         parameters = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in pl_module.parameters())
         plan = trainer.datamodule.batch_plan(trainer.world_size)
         begin = f"going on at step {self.resumed_step}" if self.resumed_step else "starting at step 0"
+        if self.resumed_step == trainer.max_steps:
+            begin = f"nothing is left to train: it is at step {self.resumed_step}"
         rank_zero_info(
             f"{parameters:,} parameters, {trainer.precision} on {trainer.world_size} x {pl_module.device.type}; a step "
             f"is {plan.rows_per_step} rows of {trainer.datamodule.row_tokens} tokens "

@@ -215,6 +215,11 @@ class DocumentsDataModule(SampledDataModule):
         return self._store
 
     @property
+    def asked_vocab_size(self) -> int | None:
+        """What the store must have; None: whatever it has."""
+        return self._vocab_size
+
+    @property
     def vocab_size(self) -> int:
         return self._vocab_size or self.store.vocab_size
 

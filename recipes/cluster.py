@@ -5,8 +5,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.plugins.environments import (
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
 from recipes.job import Job, number
-from recipes.planning import count, store_problem
+from recipes.planning import count, store_problem, strategy_of
 
 
 def on_gpus(job: Job, trainer: Mapping[str, Any]) -> bool:
@@ -59,3 +67,17 @@ def check_task(trainer: Mapping[str, Any], data: Any) -> None:
     if found := [*found, *filter(None, [store_problem(data, ranks)])]:
         raise ValueError("the job does not fit the configuration (python -m recipes.preflight tells it beforehand)\n- "
                          + "\n- ".join(found))
+
+
+def check_machine(trainer: Mapping[str, Any]) -> None:
+    """ValueError for what a run asks for and nothing here gives it: GPUs, processes on other machines, a strategy."""
+    if isinstance(trainer["strategy"], str):
+        strategy_of(trainer, 2)
+    if trainer["accelerator"] in ("gpu", "cuda") and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
+        raise ValueError(f"trainer.accelerator is {trainer['accelerator']} and PyTorch finds no GPU here: give "
+                         "--trainer.accelerator cpu, or install a torch that knows this machine's GPUs")
+    if trainer["num_nodes"] > 1 and "NODE_RANK" not in os.environ and not any(
+            launcher.detect() for launcher in (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)):
+        raise ValueError(f"trainer.num_nodes is {trainer['num_nodes']} and nothing starts the other machines' processes: "
+                         "submit it (sbatch slurm/pretrain.sbatch ...), start every machine's with torchrun, or give "
+                         "--trainer.num_nodes 1 (a run goes on at any number of processes)")

@@ -21,7 +21,7 @@ from callbacks import (
 )
 from callbacks.preemption import Preemption
 from callbacks.run_folder import RunFolder, default_run_dir, resume_point
-from recipes.cluster import check_task
+from recipes.cluster import check_machine, check_task
 from recipes.job import in_job
 from vla_lm.checkpoints import checkpoint_step
 from vla_lm.module import LanguageModel
@@ -66,6 +66,7 @@ class PretrainCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs) -> Trainer:
         config, plugins = self.config, self.config_init.trainer.plugins or []
+        check_machine(config.trainer.as_dict())
         if in_job():
             check_task(config.trainer.as_dict(), self.datamodule)
             plugins = [*(plugins if isinstance(plugins, list) else [plugins]), SLURMEnvironment(auto_requeue=False)]
@@ -73,7 +74,7 @@ class PretrainCLI(LightningCLI):
         step = checkpoint_step(self.checkpoint) if self.checkpoint else None
         self.save_config_kwargs = {"run_dir": self.run_dir, "resumed_step": step, "resumed_from": self.checkpoint}
         checkpoint = RunCheckpoint(self.run_dir / "checkpoints", **config.checkpoint)
-        loggers = [TensorBoardLogger(self.run_dir, name="", version="", purge_step=step),
+        loggers = [TensorBoardLogger(self.run_dir, name="", version="", purge_step=step, default_hp_metric=False),
                    JsonlLogger(self.run_dir, step)]
         self.preemption = Preemption(checkpoint, under_scheduler=in_job())
         self.trainer_defaults["callbacks"] = [StartReport(self.run_dir), SameKernels(), GradientNorms(), FiniteGuard(),

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from callbacks.preemption import Preempted
 from data.loader import DataError
+from recipes.job import in_job
 from vla_lm.checkpoint_files import complete_checkpoints
 
 # What gloo and NCCL say on the ranks that are left.
@@ -56,6 +57,8 @@ def stopped_by(*errors: type[Exception], folder: Path, source: Path | None = Non
 def _next(folder: Path, source: Path | None) -> str:
     """What to type next: go on where something is whole, else the start again, with the configuration kept by then."""
     name, command = shlex.quote(str(folder)), "python -m recipes.pretrain"
+    if in_job():
+        return "the job's own log says how it goes on"
     if complete_checkpoints(folder / "checkpoints", kinds=("ckpt", "neutral")):
         return f"go on with {command} --resume {name}"
     if not (folder / "config.yaml").exists():

@@ -2,19 +2,18 @@
 
 import os
 import shlex
-from types import SimpleNamespace
 from typing import Any
 
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.cli import instantiate_class
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 
 from data.corpus import Corpus
 from data.token_store import StoreRequest
-from vla_lm.config import ModelConfig, OptimizerConfig
+from vla_lm import strategy as registered  # noqa: F401 - zero1, zero2, zero3 and ddp
+from vla_lm.config import ModelConfig
 from vla_lm.memory_plan import MemoryPlan, Sharding, plan_memory
-from vla_lm.optimization import schedule
-from vla_lm.strategy import check_trainer  # its module registers zero1, zero2, zero3 and ddp
+
+_SHORT = {None: "32-true", 32: "32-true", "32": "32-true", "bf16": "bf16-mixed"}  # Lightning's short forms
 
 
 def count(number: int | str, thing: str) -> str:
@@ -22,11 +21,13 @@ def count(number: int | str, thing: str) -> str:
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
-def strategy_of(trainer: dict[str, Any]) -> Strategy:
+def strategy_of(trainer: dict[str, Any], ranks: int) -> Strategy:
     """The strategy that trainer.strategy describes: a registered name, or class_path and init_args."""
     asked = trainer["strategy"]
     if not isinstance(asked, str):
         return instantiate_class((), asked)
+    if asked == "auto" and ranks == 1:
+        return SingleDeviceStrategy()
     name = "ddp" if asked == "auto" else asked
     known = StrategyRegistry.get(name) if name in StrategyRegistry else None
     if not isinstance(known, (DDPStrategy, DeepSpeedStrategy)):
@@ -35,25 +36,8 @@ def strategy_of(trainer: dict[str, Any]) -> Strategy:
     return known
 
 
-def check_settings(config: dict[str, Any], cuda: bool) -> None:
-    """ValueError for settings that recipes.pretrain refuses, found without the devices that a trainer asks for.
-
-    Args:
-        config: groups model and trainer.
-        cuda: whether the run trains on GPUs.
-    """
-    asked, fields = config["trainer"], config["model"]
-    unset = {"max_steps": -1, "log_every_n_steps": 50, "val_check_interval": 1.0, "accumulate_grad_batches": 1,
-             "max_epochs": None, "limit_train_batches": 1.0, "overfit_batches": 0.0, "gradient_clip_val": None,
-             "fast_dev_run": False}  # Lightning's own
-    given = {name: value if asked[name] is None else asked[name] for name, value in unset.items()}
-    check_trainer(SimpleNamespace(**given, accelerator=CUDAAccelerator() if cuda else CPUAccelerator(),
-                                  strategy=strategy_of(asked), checkpoint_callback=None), fields["config"]["backend"])
-    schedule(OptimizerConfig.from_dict(fields["optimizer"]), given["max_steps"])
-
-
 def memory(config: dict[str, Any], data: Any, ranks: int, device: str) -> MemoryPlan:
-    """What a rank will hold, from the configuration alone.
+    """What a rank will hold, from the configuration alone. ValueError for a precision that no plans are made for.
 
     Args:
         config: groups model and trainer.
@@ -61,9 +45,9 @@ def memory(config: dict[str, Any], data: Any, ranks: int, device: str) -> Memory
         device: "cuda" or "cpu".
     """
     trainer, fields, plan = config["trainer"], config["model"]["config"], data.batch_plan(ranks)
-    strategy, precision = strategy_of(trainer), trainer["precision"]
+    precision = _SHORT.get(trainer["precision"], trainer["precision"])
     model = ModelConfig.from_dict(fields | {"vocab_size": fields["vocab_size"] or data.vocab_size})
-    sharding = Sharding.of(strategy, precision if precision in ("bf16-mixed", "bf16-true") else "32-true", ranks)
+    sharding = Sharding.of(strategy_of(trainer, ranks), precision, ranks)
     return plan_memory(model, sharding, plan.micro_rows, data.row_tokens, plan.accumulation,
                        getattr(data, "carry_state", False), device)
 

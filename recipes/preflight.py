@@ -16,24 +16,13 @@ import shlex
 import sys
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
-from lightning.pytorch.cli import instantiate_class
 
 from recipes.cluster import on_gpus, problems
-from recipes.configuration import PretrainCLI
 from recipes.console import arguments, bad_input, quiet_notices
+from recipes.dry_run import Configuration, check_run, gpu_gb
 from recipes.job import Job
-from recipes.planning import check_settings, count, memory, store_problem
+from recipes.planning import count, memory, store_problem, strategy_of
 from vla_lm.memory_plan import size
-
-
-class Configuration(PretrainCLI):
-    """The configuration alone, checked key by key; of what it describes only the data module is made."""
-
-    def instantiate_classes(self) -> None:
-        data = self.config.data.as_dict()
-        self.datamodule = instantiate_class((), {"class_path": data["class_path"], "init_args": data["init_args"]})
-        if self.config.resume or self.config.run_dir:
-            self.find_place()
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -69,23 +58,27 @@ def main(argv: list[str] | None = None) -> None:
         config, data = cli.config.as_dict(), cli.datamodule
         trainer, ranks = config["trainer"], job.nodes * (job.tasks or 1)
         gpus = on_gpus(job, trainer)
-        check_settings(config, gpus)
         found, store = problems(job, trainer, data), [*filter(None, [store_problem(data, ranks)])]
+        check_run(cli, ranks, gpus, not store)
         unknown = store and not (config["data"]["init_args"]["vocab_size"] or config["model"]["config"]["vocab_size"])
         if found or unknown:
             raise ValueError(f"{job}, do not fit:\n- " + "\n- ".join([*found, *store]))
-        plan = data.batch_plan(ranks)
-        held = memory(config, data, ranks, "cuda" if gpus else "cpu")
-        strategy = trainer["strategy"]
-        if isinstance(strategy, dict):
-            strategy = f"{strategy['class_path'].rsplit('.', 1)[-1]} {strategy['init_args'].get('stage', '')}".strip()
-        if gpus and args.gpu_gb and held.device_bytes > 0.95 * args.gpu_gb * 1e9:  # CUDA, NCCL, fragments: their share
-            found.append(f"a rank's plan is {size(held.device_bytes)}, a GPU has {args.gpu_gb:g} GB: {held.mend()}")
+        plan, room = data.batch_plan(ranks), args.gpu_gb or (None if described else gpu_gb())
+        try:
+            held = memory(config, data, ranks, "cuda" if gpus else "cpu")
+        except ValueError as error:
+            held = f"no estimate: {error}"
+        strategy = trainer["strategy"] if isinstance(trainer["strategy"], str) else strategy_of(trainer, ranks)
+        strategy = getattr(strategy, "zero_name", strategy if isinstance(strategy, str) else type(strategy).__name__)
+        compared = gpus and room and not isinstance(held, str)
+        if compared and held.device_bytes > 0.95 * room * 1e9:  # CUDA, NCCL, fragments: their share
+            found.append(f"a rank's plan is {size(held.device_bytes)}, a GPU has {room:.4g} GB: {held.mend()}")
         print(f"{'does not fit' if found else 'fits, but for the token store' if store else 'fits'}: {job}, "
               f"trainer.strategy {strategy}\n"
               f"a step: {count(plan.rows_per_step, 'row')} of {count(data.row_tokens, 'token')}, "
               f"{count(plan.micro_rows, 'row')} at once on {'each of ' * (ranks > 1)}{count(ranks, 'rank')}, "
-              f"accumulation {plan.accumulation}\nmemory of a rank, as planned:\n{held}", flush=True)
+              f"accumulation {plan.accumulation}\nmemory of a rank, as planned"
+              f"{f' for a GPU of {room:.4g} GB' if compared else ' (--gpu-gb compares it)' * gpus}:\n{held}", flush=True)
         if found or store:
             raise ValueError("\n- ".join([*found, *store]))
     if described:

@@ -32,11 +32,12 @@ def main(argv: list[str] | None = None) -> None:
         trainer, model, data = cli.trainer, cli.model, cli.datamodule
         check_trainer(trainer, model.config.backend)
         schedule(model.optimizer_config, trainer.max_steps)
+        trainer.val_check_interval *= data.batch_plan(trainer.world_size).accumulation
+        model.check_data(data, made=False)  # a token store may take hours
         if trainer.is_global_zero:
             data.prepare_data()
             data.setup("validate")
             model.check_data(data)
-        trainer.val_check_interval *= data.batch_plan(trainer.world_size).accumulation
         if cli.checkpoint:
             check_compatible(cli.checkpoint, model, trainer.max_steps, data if trainer.is_global_zero else None,
                              cli.config.trust_pickle)

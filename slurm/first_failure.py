@@ -2,6 +2,7 @@
 
 A rank that meets an exception leaves rank-N.error.json (torch's `record`: message, traceback, time); the earliest is
 the cause, the others follow from it. Where there is none: the ranks' last words, or which ranks left none.
+Its exit code is the failing rank's own: 1 a fault, 2 refused input, 3 a run that stopped itself; 0 where it is not known.
 """
 
 import json
@@ -14,8 +15,8 @@ def rank(path: Path) -> int:
     return int(re.search(r"rank-(\d+)", path.name)[1])
 
 
-def first_failure(logs: Path) -> str:
-    """The first failing rank and its traceback, or what the ranks said last."""
+def first_failure(logs: Path) -> tuple[str, int]:
+    """The first failing rank and its traceback, or what the ranks said last; and the exit code of that."""
     errors = {}
     for path in logs.glob("rank-*.error.json"):
         try:
@@ -27,7 +28,7 @@ def first_failure(logs: Path) -> str:
     if errors:
         path = min(errors, key=lambda path: errors[path][:2])
         log = logs / f"rank-{rank(path)}.log"
-        return f"rank {rank(path)} failed first ({len(errors)} failed in all); its log: {log}\n{errors[path][2]}"
+        return f"rank {rank(path)} failed first ({len(errors)} failed in all); its log: {log}\n{errors[path][2]}", 1
     said, silent = {}, []
     for path in sorted(logs.glob("rank-*.log"), key=rank):
         text = path.read_text(errors="replace").splitlines()
@@ -37,10 +38,13 @@ def first_failure(logs: Path) -> str:
         elif "another rank has ended" not in lines[-1]:
             said.setdefault(lines[-1], []).append(rank(path))
     if said:
-        return "\n".join(f"rank {', '.join(map(str, ranks))}: {line}" for line, ranks in said.items())
+        code = next((code for begin, code in (("error:", 2), ("stopped:", 3)) if any(line.startswith(begin) for line in said)), 0)
+        return "\n".join(f"rank {', '.join(map(str, ranks))}: {line}" for line, ranks in said.items()), code
     return (f"rank {', '.join(map(str, silent))} left no word: killed from outside or out of memory, as srun says "
-            f"above; the ranks' logs: {logs}")
+            f"above; the ranks' logs: {logs}"), 0
 
 
 if __name__ == "__main__":
-    print(first_failure(Path(sys.argv[1])))
+    text, code = first_failure(Path(sys.argv[1]))
+    print(text)
+    sys.exit(code)

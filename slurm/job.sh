@@ -37,7 +37,7 @@ refuse_vain_start() {
 # train RUN_DIR AGAIN ARGUMENTS...: one task per GPU on all nodes of the job; goes on where an earlier start of the job ended.
 # AGAIN: how the line begins that goes on with the run as another job.
 train() {
-  local run_dir=$1 again=$2 logs code ended=
+  local run_dir=$1 again=$2 logs code cause ended=
   shift 2
   set -- --trainer.devices "$SLURM_NTASKS_PER_NODE" --trainer.num_nodes "$SLURM_JOB_NUM_NODES" "$@"
   "$python" -m recipes.preflight "$@" || exit 2
@@ -60,6 +60,8 @@ train() {
     scontrol requeue "$SLURM_JOB_ID"
   elif [ "$code" != 0 ]; then
     "$python" slurm/first_failure.py "$logs"
+    cause=$?  # srun's code may be that of a rank that srun ended
+    [ "$cause" = 0 ] || code=$cause
     echo "ended with exit code $code; when mended go on with: $again (the same line)"
   fi
   exit "$code"

@@ -64,23 +64,25 @@ class LanguageModel(LightningModule):
         if self.config.vocab_size is None:
             self._set_config(ModelConfig.from_dict(self.config.to_dict() | {"vocab_size": data.vocab_size}))
 
-    def check_data(self, data: Any) -> None:
-        """ValueError where the model does not fit what a data module hands out: vocabulary, length, carried states."""
-        known, longest = getattr(data, "vocab_size", None), getattr(data, "longest_sequence", 0)
-        if self.config.vocab_size is None and known is None:
+    def check_data(self, data: Any, made: bool = True) -> None:
+        """ValueError where the model does not fit what a data module hands out: vocabulary, length, carried states.
+
+        made: False where its token store may not be there yet: what is known without it.
+        """
+        if getattr(data, "carry_state", False):
+            self._check_carry()
+        asked = self.config.vocab_size
+        known = getattr(data, "vocab_size" if made else "asked_vocab_size", None)
+        if made and asked is None and known is None:
             raise ValueError("vocab_size is null and the data module does not tell it: set model.config.vocab_size")
-        if self.config.vocab_size is not None and known is not None and known > self.config.vocab_size:
-            raise ValueError(
-                f"vocab_size {self.config.vocab_size} is smaller than the data's {known}: "
-                "leave it at null to take the data's"
-            )
-        if self.config.style == "paper" and longest > self.config.max_positions:
+        if asked is not None and known is not None and known > asked:
+            raise ValueError(f"vocab_size {asked} is smaller than the data's {known}: leave it at null to take the data's")
+        longest = getattr(data, "longest_sequence", 0) if made and self.config.style == "paper" else 0
+        if longest > self.config.max_positions:
             raise ValueError(
                 f"max_positions {self.config.max_positions} is less than the data's longest sequence, {longest}: "
                 f"set max_positions to {longest}, or use style: modern, which has no positions"
             )
-        if getattr(data, "carry_state", False):
-            self._check_carry()
 
     def configure_model(self) -> None:
         if self.transformer is None:

@@ -40,10 +40,10 @@ def check_trainer(trainer: Trainer, backend: str) -> None:
     Args:
         backend: the model's implementation of the operator.
     """
-    cuda = isinstance(trainer.accelerator, CUDAAccelerator)
+    cuda, here = isinstance(trainer.accelerator, CUDAAccelerator), trainer.accelerator.name()
     if backend == "triton" and not cuda and "TRITON_INTERPRET" not in os.environ:
-        raise ValueError(f"model.config.backend 'triton' needs CUDA devices, the accelerator here is "
-                         f"{type(trainer.accelerator).__name__}: use backend auto")
+        raise ValueError(f"model.config.backend 'triton' needs CUDA devices, the accelerator here is {here}: "
+                         "use backend auto")
     strategy = type(trainer.strategy)
     plain = issubclass(strategy, DeepSpeedStrategy) and not issubclass(strategy, ShardedStrategy)
     if plain or not issubclass(strategy, (SingleDeviceStrategy, DDPStrategy)):
@@ -74,8 +74,8 @@ def check_trainer(trainer: Trainer, backend: str) -> None:
             )
     if issubclass(strategy, DeepSpeedStrategy) and not cuda:
         raise ValueError(
-            f"trainer.strategy {strategy.__name__} (DeepSpeed) needs CUDA devices, the accelerator here is "
-            f"{type(trainer.accelerator).__name__}: use trainer.strategy ddp (several processes) or auto (one)"
+            f"trainer.strategy {trainer.strategy.zero_name} (DeepSpeed) needs CUDA devices, the accelerator here is "
+            f"{here}: use trainer.strategy ddp (several processes) or auto (one)"
         )
     folder = str(getattr(trainer.checkpoint_callback, "dirpath", None) or "")
     if issubclass(strategy, DeepSpeedStrategy) and set("*?[") & set(folder):
@@ -155,6 +155,11 @@ class ShardedStrategy(AnyCheckpoint, DeepSpeedStrategy):
                 self.config = _merged({"torch_autocast": AUTOCAST}, self.config)
                 plugin = AutocastPrecision(plugin.precision)
         self._precision_plugin = plugin
+
+    @property
+    def zero_name(self) -> str:
+        """As a configuration names it: zero1, zero2 or zero3."""
+        return f"zero{self.config['zero_optimization']['stage']}"
 
     @property
     def pieces(self) -> OnePiece:

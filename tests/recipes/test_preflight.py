@@ -108,7 +108,7 @@ def test_a_plan_that_does_not_fit_a_gpu_is_refused_with_its_mend(capsys):
             "--config", "configs/strategy/zero3.yaml", "--model.config.d_model", "2048",
             "--model.config.n_layers", "24"]
     preflight.main([*argv, "--gpu-gb", "80"])
-    assert "ShardedStrategy 3" in capsys.readouterr().out
+    assert "trainer.strategy zero3" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
         preflight.main([*argv, "--gpu-gb", "10"])
     assert stop.value.code == 2 and "a GPU has 10 GB: lower data.micro_batch_rows" in capsys.readouterr().err
@@ -126,7 +126,17 @@ def test_a_plan_that_does_not_fit_a_gpu_is_refused_with_its_mend(capsys):
      "error: warmup_steps 5000 leaves nothing"),
     (["--resume", "runs/none"], "error: --resume runs/none: no such file or folder"),
     (["--resume", "auto"], "error: --resume auto looks into the run's own folder, which was not named"),
-    (["--trainer.accelerator", "cpu", "--trainer.strategy", "zero3"], "(DeepSpeed) needs CUDA devices"),
+    (["--trainer.accelerator", "cpu", "--trainer.strategy", "zero3"], "strategy zero3 (DeepSpeed) needs CUDA devices, the accelerator here is cpu"),
+    (["--model.config.vocab_size", "100"], "error: vocab_size 100 is smaller than the data's 128"),
+    (["--model.config.style", "paper", "--model.config.max_positions", "8"], "error: max_positions 8 is less than"),
+    (["--checkpoint.keep_last", "0"], "keep_last 0"),
+    (["--state_norms.every_n_steps", "0"], "every_n_steps"),
+    (["--trainer.profiler", "foo"], "profiler"),
+    (["--trainer.max_time", "foo"], "is not a valid duration"),
+    (["--trainer.limit_val_batches", "-1"], "limit_val_batches"),
+    (["--trainer.enable_checkpointing", "false"], "enable_checkpointing=False"),
+    (["--gpus-per-node", "2", "--trainer.strategy", "zero3", "--trainer.precision", "64-true"], "64-true"),
+    (["--gpus-per-node", "2", "--trainer.strategy", "zero3", "--run_dir", "runs/a*"], "name another folder"),
 ])  # fmt: skip
 def test_the_recipe_refuses(argv, message, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -175,6 +185,34 @@ def test_one_rank_is_told_as_one(capsys):
     out = capsys.readouterr().out
     assert "fits: 1 node x 1 task, 0 GPUs a node" in out
     assert "a step: 1 row of 64 tokens, 1 row at once on 1 rank, accumulation 1" in out
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, capsys):
+    folder = tmp_path / "run"
+    tiny = ["--config", "configs/mqar.yaml", "--trainer.accelerator", "cpu", "--trainer.max_steps", "2",
+            "--model.optimizer.warmup_steps", "1", "--data.val_rows", "4", "--data.global_batch_tokens", "256"]
+    pretrain.main([*tiny, "--run_dir", str(folder)])
+    preflight.main(["--resume", str(folder)])
+    capsys.readouterr()
+    for more, said in ((["--model.config.d_model", "32"], "is of another architecture: d_model is 64 there"),
+                       (["--data.n_pairs", "4"], "n_pairs")):
+        with pytest.raises(SystemExit) as stop:
+            preflight.main(["--resume", str(folder), *more])
+        assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_precision_without_a_plan_is_said(capsys):
+    preflight.main(["--gpus-per-node", "2", "--trainer.strategy", "ddp", "--trainer.precision", "64-true",
+                    "--gpu-gb", "80"])
+    out = capsys.readouterr().out
+    assert "no estimate: " in out and "64-true" in out and "for a GPU of 80 GB" not in out
+    preflight.main(["--gpus-per-node", "2", "--trainer.precision", "32"])
+    assert "(--gpu-gb compares it):" in capsys.readouterr().out
+
+
+def test_one_process_has_no_buckets(capsys):
+    preflight.main(["--config", "configs/mqar.yaml"])
+    assert "buckets" not in capsys.readouterr().out
 
 
 def test_inside_a_job_no_line_is_printed_that_submits_it(monkeypatch, capsys):

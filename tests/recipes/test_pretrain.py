@@ -284,6 +284,40 @@ def test_a_full_disk_ends_a_run_with_a_hint(run: Path, capsys: pytest.CaptureFix
         raise FileNotFoundError(errno.ENOENT, "no such file")
 
 
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--trainer.num_nodes", "2", "--trainer.strategy", "ddp"], "trainer.num_nodes is 2 and nothing starts the other"),
+    (["--trainer.strategy", "foo"], "trainer.strategy is 'foo': expected auto, ddp, zero1, zero2 or zero3"),
+    (["--trainer.accelerator", "gpu"], "trainer.accelerator is gpu and PyTorch finds no GPU here: give --trainer.acc"),
+    (["--trainer.strategy", "zero1"], "trainer.strategy zero1 (DeepSpeed) needs CUDA devices, the accelerator here is"),
+])  # fmt: skip
+def test_what_nothing_here_provides_is_refused(argv, said, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for name in ("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert f"error: {said}" in refused([*TINY, *argv, "--run_dir", str(tmp_path / "run")], capsys)
+
+
+def test_a_mistake_is_told_before_a_store_is_made(tmp_path: Path, capsys) -> None:
+    (tmp_path / "text.txt").write_text("Some words of a document. " * 200)
+    argv = ["--config", "configs/longdoc-tiny.yaml", "--data.store", str(tmp_path / "store"), "--data.source",
+            f"[{tmp_path}/text.txt]", "--data.vocab_size", "300", "--data.global_batch_tokens", "512",
+            "--trainer.accelerator", "cpu"]
+    for more, said in ((["--data.row_tokens", "63"], "63"),
+                       (["--data.row_tokens", "64", "--model.config.vocab_size", "100"], "smaller than the data's 300"),
+                       (["--data.row_tokens", "64", "--data.carry_state", "true", "--model.config.mixer", "softmax"],
+                        "softmax")):
+        assert said in refused([*argv, *more, "--run_dir", str(tmp_path / "run")], capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_finished_run_says_that_nothing_is_left(run: Path, tmp_path: Path, capsys, caplog) -> None:
+    shutil.copytree(run, tmp_path / "run", symlinks=True)
+    with caplog.at_level("INFO"):
+        pretrain.main(["--resume", str(tmp_path / "run")])
+    assert "nothing is left to train: it is at step 6 of 6" in caplog.text + capsys.readouterr().err
+
+
 def test_a_checkpoint_without_a_neutral_form_ends_with_its_message(run: Path, tmp_path: Path, monkeypatch, capsys):
     def missing(*_):
         raise ValueError("pieces of rank 1 are missing")
