@@ -73,11 +73,13 @@ def check_machine(trainer: Mapping[str, Any]) -> None:
     """ValueError for what a run asks for and nothing here gives it: GPUs, processes on other machines, a strategy."""
     if isinstance(trainer["strategy"], str):
         strategy_of(trainer, 2)
-    if trainer["accelerator"] in ("gpu", "cuda") and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
+    there = CUDAAccelerator.is_available() or MPSAccelerator.is_available()
+    if trainer["accelerator"] in ("gpu", "cuda") and not there:
         raise ValueError(f"trainer.accelerator is {trainer['accelerator']} and PyTorch finds no GPU here: give "
                          "--trainer.accelerator cpu, or install a torch that knows this machine's GPUs")
-    if trainer["num_nodes"] > 1 and "NODE_RANK" not in os.environ and not any(
-            launcher.detect() for launcher in (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)):
-        raise ValueError(f"trainer.num_nodes is {trainer['num_nodes']} and nothing starts the other machines' processes: "
-                         "submit it (sbatch slurm/pretrain.sbatch ...), start every machine's with torchrun, or give "
-                         "--trainer.num_nodes 1 (a run goes on at any number of processes)")
+    launchers = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
+    started = "NODE_RANK" in os.environ or any(launcher.detect() for launcher in launchers)
+    if trainer["num_nodes"] > 1 and not started:
+        raise ValueError(f"trainer.num_nodes is {trainer['num_nodes']} and nothing starts the other machines' "
+                         "processes: submit it (sbatch slurm/pretrain.sbatch ...), start each machine's with torchrun, "
+                         "or give --trainer.num_nodes 1 (a run goes on at any number of processes)")

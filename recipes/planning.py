@@ -5,7 +5,13 @@ import shlex
 from typing import Any
 
 from lightning.pytorch.cli import instantiate_class
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
 
 from data.corpus import Corpus
 from data.token_store import StoreRequest

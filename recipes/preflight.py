@@ -71,14 +71,15 @@ def main(argv: list[str] | None = None) -> None:
         strategy = trainer["strategy"] if isinstance(trainer["strategy"], str) else strategy_of(trainer, ranks)
         strategy = getattr(strategy, "zero_name", strategy if isinstance(strategy, str) else type(strategy).__name__)
         compared = gpus and room and not isinstance(held, str)
+        against = f" for a GPU of {room:.4g} GB" if compared else " (--gpu-gb compares it)" * gpus
         if compared and held.device_bytes > 0.95 * room * 1e9:  # CUDA, NCCL, fragments: their share
             found.append(f"a rank's plan is {size(held.device_bytes)}, a GPU has {room:.4g} GB: {held.mend()}")
         print(f"{'does not fit' if found else 'fits, but for the token store' if store else 'fits'}: {job}, "
               f"trainer.strategy {strategy}\n"
               f"a step: {count(plan.rows_per_step, 'row')} of {count(data.row_tokens, 'token')}, "
               f"{count(plan.micro_rows, 'row')} at once on {'each of ' * (ranks > 1)}{count(ranks, 'rank')}, "
-              f"accumulation {plan.accumulation}\nmemory of a rank, as planned"
-              f"{f' for a GPU of {room:.4g} GB' if compared else ' (--gpu-gb compares it)' * gpus}:\n{held}", flush=True)
+              f"accumulation {plan.accumulation}\nmemory of a rank, as planned{against}:\n{held}",
+              flush=True)
         if found or store:
             raise ValueError("\n- ".join([*found, *store]))
     if described:

@@ -2,7 +2,7 @@
 
 A rank that meets an exception leaves rank-N.error.json (torch's `record`: message, traceback, time); the earliest is
 the cause, the others follow from it. Where there is none: the ranks' last words, or which ranks left none.
-Its exit code is the failing rank's own: 1 a fault, 2 refused input, 3 a run that stopped itself; 0 where it is not known.
+Its exit code is the failing rank's own: 1 a fault, 2 refused input, 3 a run that stopped itself; 0: not known.
 """
 
 import json
@@ -38,7 +38,8 @@ def first_failure(logs: Path) -> tuple[str, int]:
         elif "another rank has ended" not in lines[-1]:
             said.setdefault(lines[-1], []).append(rank(path))
     if said:
-        code = next((code for begin, code in (("error:", 2), ("stopped:", 3)) if any(line.startswith(begin) for line in said)), 0)
+        codes = {"error": 2, "stopped": 3}
+        code = min((codes[word] for word in (line.split(":")[0] for line in said) if word in codes), default=0)
         return "\n".join(f"rank {', '.join(map(str, ranks))}: {line}" for line, ranks in said.items()), code
     return (f"rank {', '.join(map(str, silent))} left no word: killed from outside or out of memory, as srun says "
             f"above; the ranks' logs: {logs}"), 0

@@ -171,7 +171,8 @@ def _words(layout: Mapping[str, Any] | None) -> str:
         return "an older version's"
     if layout == FILE:
         return "one file"
-    return f"{layout['form']} of {layout['ranks']} ranks, {layout['optimizer']}, {layout.get('weights', 'other')} weights"
+    weights = layout.get("weights", "other")
+    return f"{layout['form']} of {layout['ranks']} ranks, {layout['optimizer']}, {weights} weights"
 
 
 class AnyCheckpoint:

@@ -76,7 +76,8 @@ class LanguageModel(LightningModule):
         if made and asked is None and known is None:
             raise ValueError("vocab_size is null and the data module does not tell it: set model.config.vocab_size")
         if asked is not None and known is not None and known > asked:
-            raise ValueError(f"vocab_size {asked} is smaller than the data's {known}: leave it at null to take the data's")
+            raise ValueError(f"vocab_size {asked} is smaller than the data's {known}: leave it at null to take "
+                             "the data's")
         longest = getattr(data, "longest_sequence", 0) if made and self.config.style == "paper" else 0
         if longest > self.config.max_positions:
             raise ValueError(

@@ -25,7 +25,8 @@ DOCUMENTS = ["--config", "configs/longdoc-tiny.yaml", "--model.config.d_model", 
 
 def command(folder: Path, extra: list[str]) -> list[str]:
     return [sys.executable, "-m", "recipes.pretrain", *extra, "--run_dir", os.path.relpath(folder, ROOT),
-            "--resume", "auto", "--trainer.max_steps", str(STEPS), "--trainer.log_every_n_steps", "1", "--trainer.val_check_interval", "7",
+            "--resume", "auto", "--trainer.max_steps", str(STEPS),
+            "--trainer.log_every_n_steps", "1", "--trainer.val_check_interval", "7",
             "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "3",
             "--checkpoint.every_n_train_steps", "4", "--state_norms.every_n_steps", "6",
             "--trainer.callbacks+=batch_recorder.BatchRecorder", f"--trainer.callbacks.path={folder}.batches"]

@@ -25,7 +25,8 @@ def failure(folder: Path, logs: dict[int, str], errors: dict[int, tuple[int, str
 
 def test_the_earliest_traceback_counts(tmp_path):
     (tmp_path / "rank-5.error.json").write_text('{"mess')  # of a rank that was killed while it wrote
-    said, code = failure(tmp_path, {0: LOST, 10: "", 2: ""}, {2: (1030, "late"), 10: (1020, "Traceback\nKeyError: 'x'")})
+    errors = {2: (1030, "late"), 10: (1020, "Traceback\nKeyError: 'x'")}
+    said, code = failure(tmp_path, {0: LOST, 10: "", 2: ""}, errors)
     assert said.startswith("rank 10 failed first (2 failed in all)") and said.endswith("Traceback\nKeyError: 'x'\n")
     assert str(tmp_path / "rank-10.log") in said and code == 1
 
