@@ -64,8 +64,8 @@ class StepBar(RichProgressBar):
 
 
 class StepLines(ProgressBar):
-    """Prints ``step 500/3000, loss 2.1034, tokens/s 51,200, ETA 0:12:03`` every ``every_seconds`` seconds, and after
-    the first and the last step."""
+    """Prints ``step 500/3000, loss 2.1034, tokens/s 51,200, ETA 0:12:03`` every ``every_seconds`` seconds, after the
+    first and the last step and, with the loss there, after a validation."""
 
     def __init__(self, every_seconds: float = 30.0) -> None:
         super().__init__()
@@ -96,14 +96,18 @@ class StepLines(ProgressBar):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.is_global_zero and trainer.state.fn == "fit":
-            self._line(trainer, monotonic())
+            self._printed = monotonic()
+            self._line(trainer, self._printed, validated=True)
 
-    def _line(self, trainer: Trainer, now: float) -> None:
+    def _line(self, trainer: Trainer, now: float, validated: bool = False) -> None:
         if not self._enabled:
             return
+        numbers = _numbers(trainer)
+        if not validated:
+            numbers.pop("val loss", None)  # of an earlier step
         total = f"/{trainer.max_steps}" if trainer.max_steps > 0 else ""
         parts = [f"step {trainer.global_step}{total}"]
-        parts += [f"{name} {number}" for name, number in _numbers(trainer).items()]
+        parts += [f"{name} {number}" for name, number in numbers.items()]
         if total and self._first and self._step > self._first[1]:
             pace = (now - self._first[0]) / (self._step - self._first[1])
             parts.append(f"ETA {_clock(pace * (trainer.max_steps - self._step))}")
