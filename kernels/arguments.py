@@ -11,6 +11,7 @@ from kernels.state import PENALTY_RULES, READOUTS, WRITE_RULES, State
 
 ERASE_KEYS = ("unit", "raw")
 U_SCALES = ("unit", "inverse_sqrt_d")
+PENALTIES = (1e-6, 1e6)  # λ0: o is off by what float32 rounds in any case, or less, up to 4,096 tokens of low rank
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -153,9 +154,9 @@ def _check_penalty(penalty, q: Tensor) -> tuple[Tensor, float | None]:
     else:
         values = [penalty]
     for value in values:
-        if not 1e-30 < value < 1e30:
-            raise ValueError(f"penalty (λ0) is {value}; it must be positive and finite, for example 0.1: "
-                             "M_0 = λ0 I is inverted, and neither may leave float32")
+        if not 0.9 * PENALTIES[0] <= value <= 1.1 * PENALTIES[1]:  # a bound itself may have been rounded to 8 bits
+            raise ValueError(f"penalty (λ0) is {value}; it must be positive, from 1e-6 to 1e6, for example 0.1: "
+                             "below, rounding loses it beside the sum of u uᵀ, above, that sum beside it")
     smallest = float(min(values)) if values else None
     if isinstance(penalty, Tensor):
         return penalty.to(q.device, torch.float64).expand(heads), smallest

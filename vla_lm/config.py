@@ -32,7 +32,7 @@ class ModelConfig:
     max_positions: int = 512
     """Paper style: number of learned positions = the longest row or document. Modern style: not used."""
     penalty: float = 0.1
-    """Initial penalty lambda_0 > 0 of every head; A_0 = I / lambda_0."""
+    """Initial penalty lambda_0 of every head, 1e-6 to 1e6; A_0 = I / lambda_0."""
     learn_penalty: bool = False
     """Learn lambda_0 per head (as its logarithm), from `penalty` on."""
     feature_map: Literal["elu1", "silu", "identity"] | None = None
@@ -92,8 +92,9 @@ class ModelConfig:
                 raise ValueError(f"{name} {value!r} is unknown: use one of {shown}")
         if not (isinstance(self.penalty, (int, float)) and math.isfinite(self.penalty) and self.penalty > 0):
             raise ValueError(f"penalty is {self.penalty!r}: lambda_0 must be a finite number above 0, such as 0.1")
-        if not 1e-30 < self.penalty < 1e30:
-            raise ValueError(f"penalty is {self.penalty!r}: A_0 = I / lambda_0 must fit float32, use for example 0.1")
+        if not 1e-6 <= self.penalty <= 1e6:
+            raise ValueError(f"penalty is {self.penalty!r}: below 1e-6 rounding loses lambda_0 beside the tokens' "
+                             "directions, above 1e6 those beside it: use for example 0.1")
         if not self.init_std > 0:
             raise ValueError(f"init_std is {self.init_std!r}: use a number above 0, such as 0.02")
         if not isinstance(self.activation_checkpointing, bool):

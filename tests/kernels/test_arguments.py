@@ -53,8 +53,9 @@ BAD = {
     "half a refresh": (dict(refresh=20), ValueError, "give a pair"),
     "mesa with scaled keys": (dict(write_rule="mesa", u=None, u_scale="inverse_sqrt_d"), ValueError,
                               "leave u_scale at 'unit'"),
-    "a penalty past float32": (dict(penalty=1e-320), ValueError, "must be positive and finite"),
-    "a penalty past all floats": (dict(penalty=10**400), ValueError, "must be positive and finite"),
+    "a penalty below rounding": (dict(penalty=1e-7), ValueError, "is 1e-07; it must be positive, from 1e-6 to 1e6"),
+    "a penalty past all floats": (dict(penalty=10**400), ValueError, "from 1e-6 to 1e6, for example 0.1"),
+    "a large penalty of one head": (dict(penalty=torch.tensor([0.1, 1e7])), ValueError, "is 10000000.0"),
     "refresh never": (dict(refresh=(0, 1e-3)), ValueError, "must be a positive whole number"),
     "refresh by a word": (dict(refresh=(2, "a")), ValueError, "must be a positive whole number"),
     "mesa with u": (dict(u=_x(), write_rule="mesa"), ValueError, "takes no u; leave u out"),
@@ -107,6 +108,26 @@ def test_document_boundaries_are_whole_numbers():
         vla(x, x, x, cu_seqlens=torch.tensor([0.0, 6.0]))
     with pytest.raises(TypeError, match="cu_seqlens is list; give"):
         vla(x, x, x, cu_seqlens=[0, 6])
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_the_result_is_right_at_the_ends_of_the_penalty(penalty, backend):
+    # u = k̂ of rank 2: A_t x from the exact inverse, which in their plane is one of a 2 x 2 matrix.
+    gen = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(16, 2, generator=gen, dtype=torch.float64))[0]
+    plane = torch.randn(2, 2, generator=gen, dtype=torch.float64)
+    plane = (plane / plane.norm(dim=-1, keepdim=True))[torch.randint(2, (100,), generator=gen)]
+    k, v = (plane @ basis.mT).view(1, 100, 1, 16), torch.ones(1, 100, 1, 16, dtype=torch.float64)
+    S = torch.zeros(16, 2, dtype=torch.float64)
+    M = penalty * torch.eye(2, dtype=torch.float64)
+    for key in plane:
+        M = M + key[:, None] * key
+        a = torch.linalg.solve(M, key)
+        S = S + (1 - S @ key)[:, None] * (a / a.norm())
+    found = vla(k, k, v, penalty=torch.tensor([penalty]), feature_map="identity", readout="headwise",
+                backend=backend, output_final_state=True).final_state.S[0, 0]
+    assert (found - S @ basis.mT).norm() < 1e-6 * S.norm()
 
 
 def test_step_takes_one_token():

@@ -14,6 +14,8 @@ from vla_lm.mixers import MIXERS
         ({"style": "new"}, ["style 'new'", "paper, modern"]),
         ({"penalty": 0.0}, ["penalty is 0.0", "above 0"]),
         ({"penalty": float("nan")}, ["penalty is nan"]),
+        ({"penalty": 1e-7}, ["penalty is 1e-07", "below 1e-6", "for example 0.1"]),
+        ({"penalty": 2e6}, ["penalty is 2000000.0", "above 1e6"]),
         ({"d_model": 0}, ["d_model is 0", "at least 1"]),
         ({"n_layers": 2.5}, ["n_layers is 2.5"]),
         ({"conv_width": -1}, ["conv_width is -1"]),
