@@ -93,6 +93,11 @@ class Corpus:
         digest.update(repr((self.text_column, self.max_bytes)).encode())
         return digest.hexdigest()
 
+    def check(self) -> None:
+        """Whether the sources are there, without reading them; a Hugging Face data set is not asked for."""
+        for source in self.sources:
+            _hub_name(source) if source.startswith("hf:") else _files(source)
+
     def _read(self, source: str) -> Iterator[Document]:
         if source.startswith("hf:"):
             yield from self._hugging_face(source)
@@ -176,9 +181,7 @@ class Corpus:
     def _stream(self, source: str):
         from datasets import load_dataset
 
-        name = source.removeprefix("hf:")
-        if not name.strip("/ "):
-            raise ValueError(f"{source!r} names no Hugging Face data set: give hf:NAME, such as hf:emozilla/pg19")
+        name = _hub_name(source)
         try:
             return load_dataset(name, self.subset, split=self.split, streaming=True)
         except (ValueError, OSError) as error:
@@ -192,6 +195,13 @@ class Corpus:
         for number, row in enumerate(self._stream(source)):
             where = f"{source} row {number}"
             yield Document(self._text(row, where), where)
+
+
+def _hub_name(source: str) -> str:
+    name = source.removeprefix("hf:")
+    if not name.strip("/ "):
+        raise ValueError(f"{source!r} names no Hugging Face data set: give hf:NAME, such as hf:emozilla/pg19")
+    return name
 
 
 def _files(source: str) -> list[Path]:

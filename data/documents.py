@@ -10,7 +10,8 @@ from torch.utils.data import Dataset
 from data.corpus import Corpus
 from data.packing import IGNORE, DocumentStream, RowLayout
 from data.sampler import BatchPlan, SampledDataModule
-from data.token_store import StoreRequest, TokenStore, prepare_store
+from data.store_request import StoreRequest, check_settings
+from data.token_store import TokenStore, prepare_store
 from data.tokenizer import EOS
 
 _EPOCHS_WITHOUT_WARNING = 4
@@ -180,19 +181,18 @@ class DocumentsDataModule(SampledDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(global_batch_tokens, micro_batch_rows, val_batch_rows, num_workers, seed)
-        for name, value in (("row_tokens", row_tokens), ("val_row_tokens", val_row_tokens), ("val_rows", val_rows)):
+        for name, value in (("row_tokens", row_tokens), ("val_row_tokens", val_row_tokens), ("val_rows", val_rows),
+                            ("prepare_workers", prepare_workers)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.prepare_data_per_node = False  # the store is shared; a second preparer would wait for the first anyway
         self.store_path, self.row_tokens, self.carry_state = store, row_tokens, carry_state
         self.val_row_tokens, self.val_rows = val_row_tokens or row_tokens, val_rows
         self.prepare_workers, self._vocab_size, self._store = prepare_workers, vocab_size, None
-        self.request = None
-        if source is not None:
-            sources = (source,) if isinstance(source, str) else tuple(source)
-            self.request = StoreRequest(
-                Corpus(sources, text_column, subset, split, max_bytes), vocab_size, tokenizer, heldout
-            )
+        sources = ("sotu",) if source is None else (source,) if isinstance(source, str) else tuple(source)
+        corpus = Corpus(sources, text_column, subset, split, max_bytes)  # checked, even where there is nothing to make
+        check_settings(vocab_size, heldout)
+        self.request = None if source is None else StoreRequest(corpus, vocab_size, tokenizer, heldout)
         self.val_names = ["heldout"]
 
     def prepare_data(self) -> None:

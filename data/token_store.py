@@ -23,48 +23,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 import numpy as np
 
-from data.corpus import Corpus, Document
+from data.corpus import Document
 from data.progress import Progress
+from data.store_request import StoreRequest, read_model
 from data.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
 
 FORMAT = 1
 _GROUP = 1 << 20  # characters a worker takes at once
-
-
-@dataclass(frozen=True)
-class StoreRequest:
-    """What a store is made of.
-
-    corpus: documents to read.
-    vocab_size: vocabulary to train; None with `tokenizer`.
-    tokenizer: path of an existing SentencePiece model to use instead of training one.
-    heldout: share of documents kept for validation, in [0, 1).
-    tokenizer_bytes: train the tokenizer on this many bytes from the corpus's beginning.
-    """
-
-    corpus: Corpus
-    vocab_size: int | None = 4096
-    tokenizer: str | None = None
-    heldout: float = 0.05
-    tokenizer_bytes: int = 50_000_000
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.heldout < 1:
-            raise ValueError(f"heldout must be a share in [0, 1), got {self.heldout}")
-        if self.vocab_size is None and self.tokenizer is None:
-            raise ValueError("set vocab_size to train a tokenizer, or tokenizer to the path of a SentencePiece model")
-
-    def settings(self) -> dict:
-        found = {**asdict(self.corpus), **{k: v for k, v in vars(self).items() if k != "corpus"}}
-        return json.loads(json.dumps(found))
 
 
 @dataclass
@@ -80,11 +53,10 @@ class TokenStore:
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
-        again = f"remove {self.path} and run `python -m recipes.prepare --out {self.path}` again"
+        make = f"`python -m recipes.prepare --source SOURCE --vocab_size N --out {self.path}`"
+        again = f"remove {self.path} and run {make} again"
         if not self.path.is_dir():
-            raise FileNotFoundError(
-                f"no token store at {self.path}: make one with `python -m recipes.prepare --out {self.path}`"
-            )
+            raise FileNotFoundError(f"no token store at {self.path}: name another one, or make it with {make}")
         if not any((self.path / name).exists() for name in ("store.json", "tokens.bin", "tokenizer.model")):
             raise ValueError(f"the folder {self.path} holds no token store: name another one, or one that is not there")
         try:
@@ -160,8 +132,8 @@ def prepare_store(
     path = Path(path)
     if path.exists():
         return _open_equal(path, request, check_content), False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path):
+    request.check_sources()
+    with _folders_of(path), _alone(path):
         if path.exists():
             return _open_equal(path, request, check_content), False
         partial = path.with_name(path.name + ".partial")
@@ -182,7 +154,7 @@ def _open_equal(path: Path, request: StoreRequest, check_content: bool) -> Token
     if (
         request.tokenizer is not None
         and not different
-        and _sha(_read_model(request.tokenizer)) != store.info["tokenizer_sha256"]
+        and _sha(read_model(request.tokenizer)) != store.info["tokenizer_sha256"]
     ):
         different = [f"tokenizer {request.tokenizer} has changed since"]
     if check_content and not different and request.corpus.identity() != store.info["corpus_identity"]:
@@ -196,10 +168,24 @@ def _open_equal(path: Path, request: StoreRequest, check_content: bool) -> Token
 
 
 @contextmanager
+def _folders_of(path: Path) -> Iterator[None]:
+    """The folders above it are made and, where making the store fails, removed again, if nothing else has come in."""
+    missing = [folder for folder in path.parents if not folder.exists()]  # the deepest first
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for folder in missing:
+                folder.rmdir()
+        raise
+
+
+@contextmanager
 def _alone(path: Path) -> Iterator[None]:
     # One process prepares a store; others wait and then find it. The kernel drops the lock of a killed process.
     lock_path = path.with_name(f".{path.name}.lock")
     while True:
+        path.parent.mkdir(parents=True, exist_ok=True)  # again, where the one that was waited for has tidied up
         with open(lock_path, "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -219,12 +205,7 @@ def _write(folder: Path, request: StoreRequest, workers: int) -> None:
     corpus = request.corpus
     identity = corpus.identity()
     if request.tokenizer is not None:
-        tokenizer = Tokenizer(_read_model(request.tokenizer))
-        if request.vocab_size not in (None, len(tokenizer)):
-            raise ValueError(
-                f"{request.tokenizer} has {len(tokenizer)} tokens, vocab_size asks for {request.vocab_size}: set "
-                f"vocab_size to null or {len(tokenizer)}"
-            )
+        tokenizer = request.given_tokenizer()
     else:
         tokenizer = train_tokenizer((d.text for d in corpus), request.vocab_size, request.tokenizer_bytes)
     with open(folder / "tokenizer.model", "wb") as file:
@@ -371,15 +352,6 @@ def _check_boundaries(path: Path, dtype: np.dtype, offsets: np.ndarray) -> None:
         and marks == 2 * (len(offsets) - 1)
     ):
         raise ValueError(f"{path}: documents are not separated by BOS and EOS; remove the folder and prepare again")
-
-
-def _read_model(path: str) -> bytes:
-    if not os.path.isfile(path):
-        raise FileNotFoundError(
-            f"no SentencePiece model at {path}: give the path of a tokenizer.model, or leave tokenizer null to train "
-            "one"
-        )
-    return Path(path).read_bytes()
 
 
 def _sync(file) -> None:

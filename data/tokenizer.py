@@ -13,6 +13,7 @@ import sentencepiece as spm
 
 UNK, BOS, EOS = 0, 1, 2
 _SPECIAL = 3
+LEAST_VOCAB = 256 + _SPECIAL + 1  # one character
 _SPACE = "\u2581"  # SentencePiece writes a space as this character, and so cannot tell the two apart
 _CUT = 4000  # characters of one training sentence
 
@@ -82,14 +83,18 @@ class Tokenizer:
         return b"".join(map(self.token_bytes.__getitem__, ids)).decode("utf-8", errors="replace")
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """ValueError for a vocabulary that no corpus fits into."""
+    if vocab_size < LEAST_VOCAB:
+        raise ValueError(
+            f"vocab_size {vocab_size} is too small: 256 bytes, 3 special tokens and one for each character of the "
+            f"corpus need {LEAST_VOCAB} at least; use for example 512"
+        )
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_bytes: int) -> Tokenizer:
     """Train on the first `max_bytes` of the texts. Raises ValueError where the vocabulary does not fit the corpus."""
-    least = 256 + _SPECIAL + 1
-    if vocab_size <= least:
-        raise ValueError(
-            f"vocab_size {vocab_size} is too small: 256 bytes and 3 special tokens need more than {least}; use 512 "
-            "or more"
-        )
+    check_vocab_size(vocab_size)
     model, problems = io.BytesIO(), []
     try:
         spm.SentencePieceTrainer.train(

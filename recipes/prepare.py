@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from data.corpus import Corpus
-from data.token_store import StoreRequest, TokenStore, prepare_store
+from data.store_request import StoreRequest
+from data.token_store import TokenStore, prepare_store
 
 DEFAULT_OUT, DEFAULT_VOCAB = "stores/sotu-4k", 4096
 

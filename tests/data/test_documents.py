@@ -138,6 +138,29 @@ def test_vocabulary_is_known_before_and_after_preparation(settings, tmp_path):
         ).vocab_size
 
 
+def test_batches_and_vocabulary_need_no_store(settings, tmp_path):
+    data = DocumentsDataModule(**settings | {"store": str(tmp_path / "none"), "source": None, "micro_batch_rows": 2})
+    assert data.batch_plan(1).accumulation == 2 and data.vocab_size == 300
+    with pytest.raises(ValueError, match="128 is not a whole number of rows of 63 tokens"):
+        DocumentsDataModule(**settings | {"store": str(tmp_path / "none"), "row_tokens": 63}).batch_plan(1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("source", [None, "sotu"])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(heldout=1.5), r"heldout must be a share in \[0, 1\), got 1.5"),
+        (dict(max_bytes=-1), "max_bytes must be at least 1"),
+        (dict(prepare_workers=-1), "prepare_workers must be at least 1, got -1"),
+        (dict(vocab_size=0), "vocab_size 0 is too small"),
+    ],
+)
+def test_settings_are_checked_whatever_the_source(source, changes, message):
+    with pytest.raises(ValueError, match=message):
+        DocumentsDataModule(source=source, **changes)
+
+
 def test_refusals(settings, tmp_path):
     ready(settings)
     with pytest.raises(ValueError, match="has a vocabulary of 300, vocab_size asks for 500: set vocab_size to 300"):

