@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import distributed
 
-from callbacks.retention import prune, set_aside_after
+from callbacks.retention import monitored, prune, set_aside_after
 from callbacks.together import together
 from vla_lm.checkpoint_files import complete_checkpoints, publish, read_marker, remove, step_of, write_marker
 from vla_lm.checkpoint_io import RunCheckpointIO
@@ -42,7 +42,8 @@ class RunCheckpoint(ModelCheckpoint):
         self, dirpath: str | Path | None = None, every_n_train_steps: int = 500, keep_last: int = 2, keep_best: int = 1,
         keep_every_n_steps: int | None = None, monitor: str = "val/loss", mode: str = "min", background: bool = True,
     ) -> None:  # fmt: skip
-        if min(every_n_train_steps, keep_last, keep_every_n_steps or 1) < 1 or keep_best < 0:
+        every = 1 if keep_every_n_steps is None else keep_every_n_steps
+        if min(every_n_train_steps, keep_last, every) < 1 or keep_best < 0:
             raise ValueError(f"every_n_train_steps {every_n_train_steps}, keep_last {keep_last}, keep_every_n_steps "
                              f"{keep_every_n_steps}, keep_best {keep_best}: use at least 1, for keep_best at least 0.")
         super().__init__(dirpath, monitor=monitor, mode=mode, save_top_k=-1, every_n_train_steps=every_n_train_steps)
@@ -74,7 +75,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the score of the checkpoint saved at this step; saving comes before validation."""
-        score = trainer.callback_metrics.get(self.monitor)
+        score = monitored(trainer.callback_metrics, self.monitor)
         if score is not None and isfinite(score) and self._last_global_step_saved == trainer.global_step:
             self._score = (trainer.global_step, float(score))
             if trainer.is_global_zero and self._pending is None and self._last_checkpoint_saved:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -28,6 +29,15 @@ def prune(folder: Path, keep_last: int, keep_best: int, keep_every: int | None, 
     for stray in folder.glob("*.ckpt*.partial"):  # not those of an export that is being written now
         remove(stray)
     return best
+
+
+def monitored(metrics: dict[str, Any], monitor: str) -> Any:
+    """The metric that ranks checkpoints; where there is none of that name, a warning names those there are."""
+    if monitor not in metrics:
+        there = ", ".join(sorted(name for name in metrics if name.startswith("val/"))) or "none"
+        rank_zero_warn(f"checkpoint.monitor {monitor!r} is no metric of this run's validation, so no checkpoint is "
+                       f"kept as a best one: use one of {there}")
+    return metrics.get(monitor)
 
 
 def set_aside_after(folder: Path, step: int) -> None:

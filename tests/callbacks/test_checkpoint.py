@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 import zlib
 
 import pytest
@@ -220,6 +221,16 @@ def test_later_ones_of_an_abandoned_continuation_are_set_aside(tmp_path):
 def test_bad_settings():
     with pytest.raises(ValueError, match="keep_last 0, keep_every_n_steps None, keep_best 1: use at least 1"):
         RunCheckpoint(keep_last=0)
+    with pytest.raises(ValueError, match="keep_every_n_steps 0, keep_best 1: use at least 1"):
+        RunCheckpoint(keep_every_n_steps=0)
+
+
+def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    with pytest.warns(UserWarning, match="checkpoint.monitor 'val/los' is no metric of .*: use one of val/loss$"):
+        fit(tmp_path / "wrong", 2, monitor="val/los")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="checkpoint.monitor")
+        fit(tmp_path / "right", 2)
 
 
 def test_keeps_every_n(tmp_path):
