@@ -22,6 +22,7 @@ from callbacks import (
 from callbacks.preemption import Preemption
 from callbacks.run_folder import RunFolder, default_run_dir, resume_point
 from recipes.cluster import check_machine, check_task
+from recipes.console import refuse_nulls
 from recipes.job import in_job
 from vla_lm.checkpoints import checkpoint_step
 from vla_lm.module import LanguageModel
@@ -49,6 +50,7 @@ class PretrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:
         self.config = parser.parse_args(args)
+        refuse_nulls(parser, self.config)
 
     def find_place(self) -> None:
         """Sets `run_dir`, and `checkpoint` (None: from step 0). ValueError where the folder holds another run."""

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -144,13 +145,22 @@ BAD = {
     "no steps": (["--trainer.max_steps", "-1"], "trainer.max_steps is -1"),
     "no steps, constant": (["--trainer.max_steps", "-1", "--model.optimizer.schedule", "constant"],
                            "trainer.max_steps is -1"),
-    "penalty beyond float32": (["--model.config.penalty", "1e-300"], "must fit float32"),
+    "penalty lost in rounding": (["--model.config.penalty", "1e-10"], "penalty is 1e-10: below 1e-6 rounding loses"),
     "backend": (["--model.config.backend", "cuda"], "backend 'cuda' is unknown: use one of auto, chunked"),
     "Triton without a GPU": (["--model.config.backend", "triton"], "'triton' needs CUDA devices"),
     "positions": (["--model.config.style", "paper", "--model.config.max_positions", "8"], "set max_positions to 16"),
     "positions of validation": (["--model.config.style", "paper", "--model.config.max_positions", "16",
                                  "--data.val_lengths", "[16, 64]"], "set max_positions to 64"),
     "vocabulary": (["--model.config.vocab_size", "8"], "vocab_size 8 is smaller than the data's 128"),
+    "null for a number": (["--model.optimizer.eps", "null"], "error: model.optimizer.eps: expected float, got null\n"),
+    "null for a switch": (["--model.config.tie_embeddings", "null"],
+                          "error: model.config.tie_embeddings: expected bool, got null\n"),
+    "null in the data": (["--config", "configs/longdoc-tiny.yaml", "--data.row_tokens", "null"],
+                         "error: data.row_tokens: expected int, got null\n"),
+    "null of several kinds": (["--data.n_pairs", "null"], "error: data.n_pairs: expected int or list, got null\n"),
+    "null for a callback": (["--state_norms.rows", "null"], "error: state_norms.rows: expected int, got null\n"),
+    "null for the saver": (["--checkpoint.keep_last", "null"], "error: checkpoint.keep_last: expected int, got null\n"),
+    "kept every 0 steps": (["--checkpoint.keep_every_n_steps", "0"], "keep_every_n_steps 0, keep_best 1: use"),
     "a word for a number": (["--model.config.penalty", "some"],
                             "error: model.config.penalty: expected float, got some"),
     "precision": (["--trainer.precision", "8"], "'bf16-mixed'"),
@@ -169,6 +179,28 @@ BAD = {
     "no store": (["--config", "configs/longdoc-tiny.yaml", "--data.source", "null",
                   "--data.store", "stores/none"], "stores/none"),
 }
+
+
+def test_help_explains_every_field(capsys: pytest.CaptureFixture) -> None:
+    for argv, told in ((["--model.config.help"], "Width of the residual stream."),
+                       (["--model.optimizer.help"], "Peak learning rate."),
+                       (["--data.help", "data.DocumentsDataModule"], "Folder of the token store")):
+        with pytest.raises(SystemExit) as stop:
+            pretrain.main(argv)
+        shown = capsys.readouterr().out
+        assert stop.value.code == 0 and told in shown
+        fields = re.findall(r"^  --\S+(?: [^\n]*)?\n {20,}(\S+)", shown, re.MULTILINE)
+        assert len(fields) > 8 and not [word for word in fields if word.startswith("(type")]
+
+
+def test_null_stays_where_a_key_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "null.yaml").write_text("checkpoint: {monitor: null}\nmodel: {config: {d_ff: null}}\n")
+    argv = ["--config", "configs/mqar.yaml", "--config", str(tmp_path / "null.yaml"), *TINY]
+    error = refused([*argv, "--run_dir", str(tmp_path / "run")], capsys)
+    assert error == "error: checkpoint.monitor: expected str, got null\n"
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main([*argv, "--checkpoint.monitor", "val/loss", "--data.length", "null", "--print_config"])
+    assert stop.value.code == 0 and yaml.safe_load(capsys.readouterr().out)["trainer"]["max_time"] is None
 
 
 @pytest.mark.parametrize("case", BAD)
