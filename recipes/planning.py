@@ -71,7 +71,8 @@ def store_problem(data: Any, ranks: int) -> str | None:
             return str(error)
     elif data.request is None:
         return (f"the token store {path} is not there, and data.source is null: name the store, or set data.source and "
-                f"make it beforehand with\n    python -m recipes.prepare --source SOURCE --out {shlex.quote(path)}")
+                f"make it beforehand with\n    python -m recipes.prepare --source SOURCE --vocab_size N --out "
+                f"{shlex.quote(path)}")
     elif ranks > 1:
         return (f"the token store {path} is not there, and {ranks} ranks would wait for one that makes it: make it "
                 f"beforehand with\n    {prepare_line(data.request, path)}")
