@@ -1,7 +1,6 @@
 """Runs of `recipes.pretrain` made to be compared: one at a time, once each, and their numbers."""
 
 import ctypes
-import json
 import signal
 import subprocess
 import sys
@@ -11,21 +10,11 @@ from typing import IO
 from callbacks import read_metrics
 
 
-def claim(folder: Path, setting: dict) -> None:
-    """Make `folder` the place of runs of this setting. ValueError where it holds those of another one."""
-    note = folder / "setting.json"
-    if note.exists() and (found := json.loads(note.read_text())) != setting:
-        apart = ", ".join(f"{key} {found.get(key)!r} there and {setting.get(key)!r} here"
-                          for key in sorted(found.keys() | setting.keys()) if found.get(key) != setting.get(key))
-        raise ValueError(f"{folder} holds the runs of another call ({apart}): give another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(setting, indent=1))
-
-
-def train(command: list, folder: Path, after: int) -> dict:
-    """The `numbers` of a run into `folder`, made unless it is there whole; {"failed": why} where it ends otherwise.
+def train(command: list, folder: Path, after: int, last: int) -> dict:
+    """The `numbers` of a run into `folder`, made unless it is there whole; {"failed": why, "code"} where it ends else.
 
     command: arguments of recipes.pretrain. What it prints goes to <folder>.log.
+    last: its last step.
     """
     log = Path(f"{folder}.log")
     if not (folder / "done").exists():
@@ -33,8 +22,11 @@ def train(command: list, folder: Path, after: int) -> dict:
             code = to_the_end([sys.executable, "-m", "recipes.pretrain", "--run_dir", str(folder),
                                *map(str, command)], file)
         if code != 0:
-            said = [line for line in log.read_text().splitlines() if line.strip()]
-            return {"failed": f"exit code {code}: {said[-1] if said else 'no output'} (see {log})"}
+            # Of input that was refused its whole message, else the last line.
+            said = log.read_text().strip().rpartition("error: " if code == 2 else "\n")[2]
+            return {"failed": f"exit code {code}: {said or 'no output'} (see {log})", "code": code}
+        if last not in numbers(folder, after)["losses"]:
+            return {"failed": f"it ended before step {last} (see {log})", "code": 0}
         (folder / "done").touch()
     return numbers(folder, after)
 
