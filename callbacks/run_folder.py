@@ -145,5 +145,9 @@ class RunFolder(SaveConfigCallback):
 def write_aside(path: Path, text: str) -> None:
     """Replaces ``path`` by ``text`` in one step: a reader, or a kill, never meets half a file."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:  # a full disk: what was cut off is of no use to anyone
+        partial.unlink(missing_ok=True)
+        raise

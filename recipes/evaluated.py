@@ -1,8 +1,9 @@
 """What a checkpoint is evaluated on: the run's own data, and a grid of recall tasks."""
 
 import sys
-from itertools import product
+from itertools import count, product
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import yaml
 from jsonargparse import Namespace
@@ -10,6 +11,8 @@ from jsonargparse import Namespace
 from data import MQARDataModule
 from vla_lm.checkpoint_files import is_neutral, run_config
 from vla_lm.config import ModelConfig
+
+PAIRS, LENGTHS = [4, 8, 16], [64, 128, 256]
 
 
 def run_data(checkpoint: Path) -> tuple[str, dict, Path]:
@@ -23,20 +26,41 @@ def run_data(checkpoint: Path) -> tuple[str, dict, Path]:
         raise ValueError(f"{config} is not a run's configuration: put the run's own back, or move it away") from None
 
 
+def check_writable(folder: Path) -> None:
+    """ValueError where the folder takes no file of a figure's size."""
+    try:
+        with TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 17))
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written to ({error.strerror}): make room there, or evaluate a copy of "
+                         "the checkpoint and its marker elsewhere") from None
+
+
 def recall_cells(args: Namespace, source: str, settings: dict,
-                 config: ModelConfig) -> tuple[str, list[tuple[int, int, MQARDataModule]]]:
-    """The format that the run was trained on, and (pairs, length, data module) of each cell of the grid that fits."""
+                 config: ModelConfig) -> tuple[dict, list[tuple[int, int, MQARDataModule]]]:
+    """The task, in the format that the run was trained on; (pairs, length, data module) of each cell that fits."""
     task = {key: settings[key] for key in ("format", "filler")} if source.endswith("MQARDataModule") else {}
-    if config.style == "paper" and (longest := max(args.lengths)) > (known := config.max_positions):
+    lengths, rows = args.lengths or LENGTHS, args.rows or (64 if source.endswith("DocumentsDataModule") else 512)
+    if config.style == "paper" and (longest := max(lengths)) > (known := config.max_positions):
         raise ValueError(f"--lengths {longest} is beyond the model's learned positions: give lengths up to {known}")
-    cells = []
-    for pairs, length in product(args.pairs, args.lengths):
+    cells, problems = [], []
+    for pairs, length in product(args.pairs or PAIRS, lengths):
         try:
-            data = MQARDataModule(vocab_size=config.vocab_size, n_pairs=pairs, length=length, val_rows=args.rows,
+            data = MQARDataModule(vocab_size=config.vocab_size, n_pairs=pairs, length=length, val_rows=rows,
                                   val_batch_rows=args.batch_rows, seed=args.seed, **task)
             cells.append((pairs, length, data))
         except ValueError as error:
-            problem = error
+            problems.append(str(error))
     if not cells:
-        raise ValueError(f"no cell of the grid fits: {problem}")
-    return task.get("format", "paper"), cells
+        raise ValueError(f"no cell of the grid fits: {problems[-1]}")
+    return {"format": task.get("format", "paper"), "rows": rows, "vocab_size": config.vocab_size, "seed": args.seed,
+            "left_out": [*dict.fromkeys(problems)], "grid": []}, cells
+
+
+def keep_earlier(folder: Path, text: str) -> str | None:
+    """Rename the results of another evaluation than `text`; their new names, None where none are in the way."""
+    old = [path for kind in ("json", "png") if (path := folder / f"evaluation.{kind}").exists()]
+    if not old or (old[0].suffix == ".json" and old[0].read_bytes() == text.encode()):
+        return None
+    stem = next(stem for stem in map("evaluation.{}".format, count(1)) if not any(folder.glob(f"{stem}.*")))
+    return " and ".join(path.rename(path.with_stem(stem)).name for path in old)

@@ -36,8 +36,8 @@ def load_model(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).item()  # to be made is not enough: "meta" computes nothing
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(f"device {device!r} cannot be used ({str(error).splitlines()[0]}): use auto or cpu") from None
     path = complete_checkpoint(path, verify)
     hyper = _read(path, trust_pickle)["hyper_parameters"]

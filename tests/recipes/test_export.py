@@ -1,6 +1,7 @@
 """Export, evaluation and resume of the neutral form as a person meets them; what is damaged or foreign is answered."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -194,11 +195,17 @@ def test_a_documents_run_s_export_is_evaluated_and_gone_on_from_outside(tmp_path
     for step, folder in out.items():
         export.main([str(tmp_path / f"run/checkpoints/step={step:06d}.ckpt"), "--out", str(folder)])
         capsys.readouterr()
-        evaluate.main([str(folder), "--pairs", "2", "--lengths", "16", "--rows", "8", "--device", "cpu"])
-        assert "no config.yaml" not in capsys.readouterr().err
+        evaluate.main([str(folder), "--device", "cpu", *(["--pairs", "2", "--lengths", "16"] if step == 4 else [])])
+        said = capsys.readouterr()
+        assert "no config.yaml" not in said.err and ("accuracy per query" in said.out) == (step == 4)
+        rows = re.search(r"all (\d+) rows are read; the run's own heldout/bits_per_byte reads 64, its data.val_rows",
+                         " ".join(said.out.split()))[1]
+        assert 0 <= said.out.find("held-out documents:") < said.out.find("│ " + "all".rjust(19) + " │")
     results = [json.loads((folder / "evaluation.json").read_text()) for folder in out.values()]
     assert ([result["step"] for result in results] == [2, 4]
             and all((f / "evaluation.png").exists() for f in out.values()))
+    assert ["mqar" in result for result in results] == [False, True] and list(results[1])[-2:] == ["documents", "mqar"]
+    assert results[0]["documents"]["rows"] == int(rows) > 64
     assert results[0]["documents"]["bits_per_byte"] > results[1]["documents"]["bits_per_byte"] > 0
     assert {path.name for path in (tmp_path / "exports").iterdir()} == {"at2", "at4"}
     assert not (tmp_path / "run/evaluation.json").exists()

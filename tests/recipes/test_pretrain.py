@@ -64,7 +64,39 @@ def test_evaluate_writes_table_json_and_figure(run: Path, capsys: pytest.Capture
     results = json.loads((run / "evaluation.json").read_text())
     assert {(c["n_pairs"], c["length"]) for c in results["mqar"]["grid"]} == {(2, 8), (2, 16), (4, 16)}
     assert results["step"] == 6 and (run / "evaluation.png").read_bytes().startswith(b"\x89PNG")
-    assert "does not fit" in capsys.readouterr().out
+    assert "left out of the grid: n_pairs 4 does not fit length 8" in capsys.readouterr().out
+
+
+def test_results_of_another_evaluation_are_kept(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy, symlinks=True, ignore=shutil.ignore_patterns("evaluation*"))
+    argv, seen = ["--lengths", "16", "--rows", "8", "--device", "cpu"], []
+    for pairs, kept in ((1, False), (1, False), (2, True), (3, True)):
+        evaluate.main([str(copy), "--pairs", str(pairs), *argv])
+        assert ("kept: the results that were there" in capsys.readouterr().out) == kept
+        seen.append([(copy / f"evaluation.{kind}").read_bytes() for kind in ("json", "png")])
+    assert {path.name for path in copy.glob("evaluation*")} == {
+        f"evaluation{n}.{kind}" for n in ("", ".1", ".2") for kind in ("json", "png")}
+    for number, content in ((1, seen[0]), (2, seen[2])):
+        assert [(copy / f"evaluation.{number}.{kind}").read_bytes() for kind in ("json", "png")] == content
+
+
+@pytest.mark.parametrize("limit", [100, 8000])
+def test_results_on_a_full_disk(limit: int, run: Path, tmp_path: Path) -> None:
+    """A real failure, in the record or in the figure: the process may not write more than some bytes."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy, symlinks=True, ignore=shutil.ignore_patterns("evaluation*"))
+    before, argv = {*copy.iterdir()}, [str(copy), "--pairs", "2", "--lengths", "16", "--rows", "8", "--device", "cpu"]
+    fill = f"r.setrlimit(r.RLIMIT_FSIZE, ({limit}, {limit}))"
+    for code, now, said in ((2, fill, "error: {} cannot be written to (File too large): make room"),
+                            (3, f"evaluate.check_writable = lambda _: {fill}",
+                             "stopped: the results could not be written into {} (File too large): make room")):
+        program = ("import resource as r, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+                   f"from recipes import evaluate; {now}; evaluate.main({argv!r})")
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == code and said.format(copy) in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr and ("accuracy per query" in done.stdout) == (code == 3)
+    assert {path.name for path in {*copy.iterdir()} - before} == ({"evaluation.json"} if limit == 8000 else set())
 
 
 def test_a_folder_with_a_run_is_not_trained_over(run: Path, capsys: pytest.CaptureFixture) -> None:
@@ -438,6 +470,9 @@ def test_documents_without_a_held_out_one(tmp_path: Path, capsys: pytest.Capture
                    "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "0"])
     evaluate.main([str(run), "--pairs", "2", "--lengths", "16", "--rows", "8", "--device", "cpu"])
     assert "documents" not in json.loads((run / "evaluation.json").read_text())
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main([str(run), "--device", "cpu"])
+    assert stop.value.code == 2 and "holds out no document" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "store")
     (tmp_path / "a.txt").write_text("other words in another text " * 60)
     prepare.main(["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path / "store"), "--heldout", "0",
@@ -455,9 +490,12 @@ def test_evaluate_refuses(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit) as stop:
             evaluate.main([str(copy), "--device", "cpu"])
         assert stop.value.code == 2 and "is not a run's configuration" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        evaluate.main([str(run), "--device", "gpu"])
-    assert stop.value.code == 2 and "use auto or cpu" in capsys.readouterr().err
+    for given, said in ((["--device", "gpu"], "use auto or cpu"), (["--device", "meta"], "use auto or cpu"),
+                        (["--rows", "0"], 'key "rows"'), (["--pairs", "-1", "4"], 'key "pairs" element 1'),
+                        (["--batch_rows", "0"], 'key "batch_rows"'), (["--seed", "-1"], 'key "seed"')):
+        with pytest.raises(SystemExit) as stop:
+            evaluate.main([str(run), *given])
+        assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_a_half_written_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

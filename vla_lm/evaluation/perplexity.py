@@ -25,8 +25,9 @@ def evaluate(
         buckets: rising upper bounds (exclusive) of the position in the document; a last bucket takes the rest.
 
     Returns:
-        loss (nats per target), perplexity, bits_per_byte, targets, bytes, and by_position: the same with start and end
-        (exclusive; the last bucket's is the longest document's), for each bucket whose targets have bytes.
+        loss (nats per target), perplexity, bits_per_byte, targets, bytes, rows, and by_position: the same but rows,
+        with start and end (exclusive; the last bucket's is the longest document's), for each bucket whose targets
+        have bytes.
 
     Raises:
         ValueError: buckets that do not rise, or nothing to evaluate.
@@ -34,13 +35,14 @@ def evaluate(
     bounds = list(buckets)
     if not bounds or bounds[0] < 1 or any(b <= a for a, b in zip(bounds, bounds[1:])):
         raise ValueError(f"buckets are {bounds}: give rising positions above 0, such as 64 256 1024")
-    device, training = model.device, model.training
+    device, training, count = model.device, model.training, 0
     edges = torch.tensor(bounds, device=device)
     sums = torch.zeros(3, len(bounds) + 1, dtype=torch.float64, device=device)  # nats, targets, bytes
     longest = torch.zeros((), dtype=torch.int64, device=device)
     model.eval()
     try:
         for batch in batches:
+            count += len(batch["tokens"])
             targets, sizes = batch["targets"].to(device), batch["target_bytes"].to(device).flatten()
             valid = (targets != IGNORED).flatten()
             nats = token_losses(model(batch["tokens"].to(device), batch["cu_seqlens"]).logits, targets).flatten()
@@ -59,7 +61,7 @@ def evaluate(
     by_position = [
         {"start": start, "end": min(end, int(longest))} | _measures(*row) for start, end, row in spans if row[2]
     ]
-    return _measures(*total) | {"by_position": by_position}
+    return _measures(*total) | {"rows": count, "by_position": by_position}
 
 
 def _measures(nats: float, targets: float, text_bytes: float) -> dict:
