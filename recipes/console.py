@@ -22,6 +22,7 @@ _NOTICES = ("litlogger", "`weights_only` was not set", "isinstance(treespec, Lea
             "torch.jit.script", "TPU available", "It is recommended to use `self.log(",
             "smaller than the logging interval", "The `srun` command is available", "Seed set to", "GPU available: ",
             "`Trainer.fit` stopped", "SLURM auto-requeueing",
+            "Setting accelerator to CPU",  # DeepSpeed's: preflight plans for other machines, pretrain refuses
             "To properly utilize them",  # float32 matmuls: the precision is the configuration's
             "The AccumulateGrad node's stream does not match",  # Lightning builds DDP on a stream of its own
             "A module has unknown inputs or outputs type")  # ZeRO-3, of the Transformer: it has no own parameters

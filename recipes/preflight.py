@@ -10,7 +10,6 @@ rank's memory and the line that submits it, or every mismatch with the line that
 """
 
 import argparse
-import logging
 import os
 import shlex
 import sys
@@ -46,8 +45,6 @@ def asked_for(args: argparse.Namespace) -> Job | None:
 
 def main(argv: list[str] | None = None) -> None:
     quiet_notices()
-    # DeepSpeed's notice about the machine that this runs on, which is not the one that is planned for.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     args, rest = parse(sys.argv[1:] if argv is None else argv)
     with bad_input():
         described = asked_for(args)
