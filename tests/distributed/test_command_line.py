@@ -30,14 +30,15 @@ def losses(tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("runs"), {}
     store = write_store(folder)
 
-    def of(overlay, after=None):
-        name = f"{overlay}-after-{after}" if after else overlay
+    def of(overlay, after=None, **changes):
+        name = "-".join([overlay, *(["after", after] if after else []), *map(str, changes.values())])
         if name not in found:
             if after:
                 of(after)
             settings = SIZES | {"data.store": store, "data.source": "null", "data.vocab_size": "null",
                                 "trainer.devices": 1 if overlay == "single" else 2, "run_dir": folder / name}
             settings |= {"resume": folder / after / "checkpoints/step=000002.ckpt"} if after else {}
+            settings |= {f"trainer.{key}": value for key, value in changes.items()}
             command = [sys.executable, "-W", "ignore", SCRIPT, "--config", ROOT / "configs/longdoc-tiny.yaml",
                        "--config", ROOT / f"configs/strategy/{overlay}.yaml",
                        *(text for key, value in settings.items() for text in (f"--{key}", value))]
@@ -66,3 +67,11 @@ def test_it_trains_what_one_process_trains(losses, overlay):
 def test_it_goes_on_at_another_precision_of_the_same_stage(losses, before, overlay):
     rest = {step: loss for step, loss in losses("single").items() if step > 2}
     assert losses(overlay, after=before) == pytest.approx(rest, rel=1e-2)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("overlay", ["zero1", "zero2"])
+def test_without_clipping_it_is_the_same_to_the_bit(losses, overlay):
+    """With it DeepSpeed's norm of all gradients ends in another bit."""
+    alone = losses("single", gradient_clip_val="null", precision="bf16-mixed")
+    assert losses(overlay, gradient_clip_val="null", precision="bf16-mixed", devices=1) == alone
