@@ -57,9 +57,9 @@ def main(argv: list[str] | None = None) -> None:
     names, last = args.strategies, args.steps + args.more
     quiet_notices()
     with bad_input():
-        args.config = " --config ".join(args.config)
-        if not Path(args.config).is_file():
-            raise ValueError(f"--config {args.config}: expected one file that is there, such as configs/mqar.yaml")
+        if len(args.config) > 1 or not Path(args.config[0]).is_file():
+            raise ValueError(f"--config {' '.join(args.config)}: expected one file that is there, as configs/mqar.yaml")
+        args.config, = args.config
         check(command(args, [], names[0]), rest, [1 if name == "single" else args.devices for name in names])
         setting = {name: getattr(args, name) for name in ("config", "devices", "steps", "more")} | {"others": rest}
         new = claim(args.out, setting, [Path(args.config), *(FOLDER / f"{name}.yaml" for name in names)])
