@@ -24,9 +24,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info
 
-from vla_lm.checkpoint_files import newest_complete
-from vla_lm.checkpoints import complete_checkpoint
-
 PACKAGES = ("torch", "lightning", "triton", "deepspeed", "torchmetrics", "datasets", "sentencepiece", "numpy")
 
 
@@ -47,35 +44,6 @@ def default_run_dir(config: str | None, root: str = "runs") -> Path:
     path = Path(config or "run")
     name = path.resolve().parent.name if path.name == "config.yaml" else path.stem
     return Path(root) / f"{name}-{job}"
-
-
-def resume_point(resume: str | None, run_dir: Path | None) -> tuple[Path | None, Path | None]:
-    """The checkpoint to resume from and the folder of its run; (None, run_dir) where nothing is to be resumed.
-
-    Args:
-        resume: None; "auto" (the newest complete checkpoint in ``run_dir``, a fresh start where there is none);
-            a checkpoint; or a run's folder (its newest complete checkpoint).
-        run_dir: the run's folder, where one was named.
-
-    Raises:
-        ValueError: "auto" without a folder, or a checkpoint that is not whole.
-        FileNotFoundError: the path does not exist, or holds no complete checkpoint.
-    """
-    if resume is None:
-        return None, run_dir
-    if resume == "auto":
-        if run_dir is None:
-            raise ValueError("--resume auto looks into the run's own folder, which was not named: "
-                             "add --run_dir runs/NAME, or give the path: --resume runs/NAME")
-        found = newest_complete(run_dir / "checkpoints", verify=True)
-        rank_zero_info(f"--resume auto: {found} is the newest complete checkpoint in {run_dir}" if found else
-                       f"--resume auto: no complete checkpoint in {run_dir}, starting at step 0")
-        return found, run_dir
-    path = Path(resume)
-    if not path.exists():
-        raise FileNotFoundError(f"--resume {resume}: no such file or folder; give a checkpoint, a run's folder or auto")
-    found = complete_checkpoint(path, verify=True)
-    return found, run_dir or (found.parent.parent if found.parent.name == "checkpoints" else None)
 
 
 def environment() -> dict[str, Any]:
@@ -119,7 +87,7 @@ class RunFolder(SaveConfigCallback):
         parameters = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in pl_module.parameters())
         plan = trainer.datamodule.batch_plan(trainer.world_size)
         begin = f"going on at step {self.resumed_step}" if self.resumed_step else "starting at step 0"
-        if self.resumed_step == trainer.max_steps:
+        if (self.resumed_step or 0) >= trainer.max_steps > 0:
             begin = f"nothing is left to train: it is at step {self.resumed_step}"
         rank_zero_info(
             f"{parameters:,} parameters, {trainer.precision} on {trainer.world_size} x {pl_module.device.type}; a step "

@@ -1,6 +1,5 @@
 """The configuration of a training run: its groups of keys, and the trainer made of them."""
 
-import json
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -20,7 +19,8 @@ from callbacks import (
     progress_bar,
 )
 from callbacks.preemption import Preemption
-from callbacks.run_folder import RunFolder, default_run_dir, resume_point
+from callbacks.resume_point import of_run, origin_of, resume_point
+from callbacks.run_folder import RunFolder, default_run_dir
 from recipes.cluster import check_machine, check_task
 from recipes.console import refuse_nulls
 from recipes.job import in_job
@@ -59,10 +59,12 @@ class PretrainCLI(LightningCLI):
         self.run_dir = run_dir or default_run_dir(str(config.config[0]) if config.config else None)
         if not (self.run_dir / "config.yaml").exists():
             return
+        if config.resume == "auto" and not self.checkpoint and (origin := origin_of(self.run_dir)):
+            self.checkpoint, _ = resume_point(str(origin), self.run_dir)  # it has saved nothing of its own yet
         if config.resume is None:
             raise ValueError(f"{self.run_dir} holds a run already: go on with it (--resume {self.run_dir}), or name "
                              "another folder (--run_dir runs/NAME)")
-        if self.checkpoint and not _of_run(self.checkpoint, self.run_dir):
+        if self.checkpoint and not of_run(self.checkpoint, self.run_dir):
             raise ValueError(f"{self.run_dir} holds another run than the checkpoint {self.checkpoint} is of: go on "
                              f"with that run (--resume {self.run_dir}), or name another folder (--run_dir runs/NAME)")
 
@@ -84,13 +86,3 @@ class PretrainCLI(LightningCLI):
         return super().instantiate_trainer(
             logger=loggers, plugins=plugins, use_distributed_sampler=False, check_val_every_n_epoch=None,
             enable_model_summary=False, **kwargs)
-
-
-def _of_run(checkpoint: Path, run_dir: Path) -> bool:
-    """Whether a checkpoint is a run's own, an export of it, or what the run began from."""
-    record, taken = run_dir / "environment.json", checkpoint / "config.yaml"
-    starts = json.loads(record.read_text()) if record.exists() else []
-    origin, checkpoint = starts[0].get("resumed_from") if starts else None, checkpoint.resolve()
-    if checkpoint.is_relative_to(run_dir.resolve()) or origin and Path(origin).resolve() == checkpoint:
-        return True
-    return taken.is_file() and taken.read_bytes() in [config.read_bytes() for config in run_dir.glob("config*.yaml")]

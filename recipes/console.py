@@ -36,8 +36,8 @@ def arguments(argv: list[str]) -> list[str]:
     files = {j for i, name in enumerate(word) if name in ("--config", "-c") for j in (i, i + ("=" not in argv[i]))}
     if files or {"--help", "-h"} & set(word):
         return [argv[i] for i in sorted(range(len(argv)), key=lambda i: i not in files)]
-    named = [Path(value) for name, value in zip(argv, argv[1:]) if name in ("--resume", "--run_dir")]
-    named += [Path(text.split("=", 1)[1]) for text in argv if text.startswith(("--resume=", "--run_dir="))]
+    named = [Path(text.split("=", 1)[1] if "=" in text else value) for key in ("--run_dir", "--resume")  # in this order
+             for name, text, value in zip(word, argv, [*argv[1:], ""]) if name == key]
     configs = (run_config(path) if path.parent.name == "checkpoints" else path / "config.yaml" for path in named)
     return ["--config", str(next((path for path in configs if path and path.exists()), DEFAULT_CONFIG)), *argv]
 

@@ -28,6 +28,9 @@ class Configuration(PretrainCLI):
     """The configuration alone, checked key by key; of what it describes only the data module is made."""
 
     def instantiate_classes(self) -> None:
+        for name, kind in (("config", ModelConfig), ("optimizer", OptimizerConfig)):
+            if self.config.model[name] is None:
+                self.config.model[name] = kind().to_dict()
         data = self.config.data.as_dict()
         self.datamodule = instantiate_class((), {"class_path": data["class_path"], "init_args": data["init_args"]})
         if self.config.resume or self.config.run_dir:

@@ -41,10 +41,11 @@ def recall_cells(args: Namespace, source: str, settings: dict,
     """The task, in the format that the run was trained on; (pairs, length, data module) of each cell that fits."""
     task = {key: settings[key] for key in ("format", "filler")} if source.endswith("MQARDataModule") else {}
     lengths, rows = args.lengths or LENGTHS, args.rows or (64 if source.endswith("DocumentsDataModule") else 512)
-    if config.style == "paper" and (longest := max(lengths)) > (known := config.max_positions):
-        raise ValueError(f"--lengths {longest} is beyond the model's learned positions: give lengths up to {known}")
     cells, problems = [], []
     for pairs, length in product(args.pairs or PAIRS, lengths):
+        if config.style == "paper" and length > config.max_positions:
+            problems.append(f"length {length} is beyond the model's {config.max_positions} learned positions")
+            continue
         try:
             data = MQARDataModule(vocab_size=config.vocab_size, n_pairs=pairs, length=length, val_rows=rows,
                                   val_batch_rows=args.batch_rows, seed=args.seed, **task)

@@ -38,8 +38,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--devices", type=PositiveInt, default=2, help="Ranks of all but single.")
     parser.add_argument("--steps", type=PositiveInt, default=200, help="Optimizer steps before the checkpoint.")
     parser.add_argument("--more", type=PositiveInt, default=20, help="Optimizer steps after it.")
-    parser.add_argument("--out", type=Path, default=Path("runs/strategies"),
-                        help="Folder of the runs and of table.json.")
+    parser.add_argument("--out", type=Path, default=Path("runs/strategies"), help="Folder of runs and table.json.")
     return parser.parse_known_args(argv)
 
 
@@ -49,7 +48,8 @@ def command(args: argparse.Namespace, rest: list[str], strategy: str) -> list[st
     return [*map(str, (
         "--config", args.config, "--config", FOLDER / f"{strategy}.yaml", "--trainer.devices", devices,
         "--trainer.max_steps", last, "--trainer.val_check_interval", last, "--trainer.log_every_n_steps", 1,
-        "--checkpoint.every_n_train_steps", args.steps, "--model.optimizer.warmup_steps", last // 4)), *rest]
+        "--checkpoint.every_n_train_steps", args.steps, "--checkpoint.keep_every_n_steps", args.steps,
+        "--model.optimizer.warmup_steps", last // 4)), *rest]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -41,6 +41,10 @@ train() {
   shift 2
   set -- --trainer.devices "$SLURM_NTASKS_PER_NODE" --trainer.num_nodes "$SLURM_JOB_NUM_NODES" "$@"
   "$python" -m recipes.preflight "$@" || exit 2
+  case " $* " in
+    *" --resume"*) ls "$run_dir"/checkpoints/step=*.complete >/dev/null 2>&1 && set -- "$@" --resume auto ;;  # its own first
+    *) set -- "$@" --resume auto ;;
+  esac
   logs=$run_dir/logs/$SLURM_JOB_ID-start-${SLURM_RESTART_COUNT:-0}
   mkdir -p "$logs"
   refuse_vain_start "$run_dir"
@@ -50,7 +54,7 @@ train() {
   srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --output="$logs/rank-%t.log" bash -c '
     export TORCHELASTIC_ERROR_FILE=$0/rank-$SLURM_PROCID.error.json  # where a rank leaves its traceback, with the time
     export TRITON_CACHE_DIR=$VLA_LM_CACHE/triton TORCHINDUCTOR_CACHE_DIR=$VLA_LM_CACHE/inductor
-    exec "$@"' "$logs" "$python" -m recipes.pretrain "$@" --run_dir "$run_dir" --resume auto
+    exec "$@"' "$logs" "$python" -m recipes.pretrain "$@" --run_dir "$run_dir"
   code=$?
   tail -n 4 "$logs/rank-0.log"
   if [ -n "$ended" ]; then

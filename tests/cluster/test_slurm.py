@@ -127,6 +127,17 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(deed, slurm, tmp_path):
     assert again.wait() == "COMPLETED" and "going on at step 30 of 100" in again.said()
 
 
+def test_a_job_begins_from_the_checkpoint_given_and_goes_on_with_its_own(slurm, tmp_path):
+    first = Job(slurm, tmp_path, "pretrain.sbatch", tiny(20))
+    assert first.wait() == "COMPLETED", first.said()
+    (tmp_path / "other").mkdir()
+    source = ["--resume", str(first.run_dir / "checkpoints/step=000010.ckpt")]
+    job = Job(slurm, tmp_path / "other", "pretrain.sbatch", tiny(20, *source))
+    assert job.wait() == "COMPLETED" and "going on at step 10 of 20" in job.said(), job.said()
+    again = Job(slurm, tmp_path / "other", "pretrain.sbatch", tiny(20, *source))
+    assert again.wait() == "COMPLETED" and "it is at step 20 of 20" in again.said(), again.said()
+
+
 def test_a_cancelled_job_is_saved_and_stays_ended(slurm, tmp_path):
     job = Job(slurm, tmp_path, "pretrain.sbatch", tiny(1000, *with_callback("Pace", seconds=0.1)))
     job.wait_for("step 5/")

@@ -211,6 +211,14 @@ def test_a_precision_without_a_plan_is_said(capsys):
     assert "(--gpu-gb compares it):" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("key", ["model.config", "model.optimizer"])
+def test_a_group_may_be_null_as_in_a_run(key, tmp_path, capsys):
+    group, name = key.split(".")
+    (tmp_path / "null.yaml").write_text(f"{group}:\n  {name}:\n")
+    preflight.main(["--config", "configs/mqar.yaml", "--config", str(tmp_path / "null.yaml")])
+    assert "fits" in capsys.readouterr().out
+
+
 def test_one_process_has_no_buckets(capsys):
     preflight.main(["--config", "configs/mqar.yaml"])
     assert "buckets" not in capsys.readouterr().out

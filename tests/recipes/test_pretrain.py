@@ -1,6 +1,7 @@
 """The recipe as a person meets it: what a run leaves, what bad input is answered with, every shipped configuration."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from callbacks import newest_complete, read_metrics
 from recipes import evaluate, export, prepare, pretrain
 from recipes.ending import stopped_by
+from recipes.evaluated import recall_cells
+from vla_lm.config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--model.config.d_model", "16", "--data.n_pairs", "2", "--data.val_n_pairs", "[2]", "--data.val_rows", "16",
@@ -145,6 +149,28 @@ def test_auto_goes_on_in_a_folder_named_as_people_name_it(run: Path, tmp_path: P
         pretrain.main(["--resume", "auto", "--run_dir", name])
     starts = json.loads((tmp_path / "runs/a/environment.json").read_text())
     assert [start["resumed_step"] for start in starts] == [None, 6, 6, 6, 6]
+    (tmp_path / "runs/a/checkpoints").rename(tmp_path / "other disk")
+    (tmp_path / "runs/a/checkpoints").symlink_to(tmp_path / "other disk")
+    pretrain.main(["--resume", "auto", "--run_dir", "runs/a"])
+
+
+@pytest.mark.parametrize("first", ["--run_dir", "--resume"])
+def test_a_run_that_began_from_another_and_saved_nothing_begins_there_again(first, run, tmp_path, monkeypatch) -> None:
+    (tmp_path / "at").mkdir()
+    shutil.copytree(run, tmp_path / "at/a", symlinks=True)
+    monkeypatch.chdir(tmp_path)
+    begin = {"--run_dir": "at/b", "--resume": "at/a/checkpoints/step=000003.ckpt"}
+    pretrain.main(["--config", "at/a/config.yaml", "--seed_everything", "5", *itertools.chain(*begin.items())])
+    shutil.rmtree("at/b/checkpoints")
+    pretrain.main(["--run_dir", "at/b", "--resume", "auto"])
+    (tmp_path / "at").rename(tmp_path / "moved")
+    shutil.rmtree("moved/b/checkpoints")
+    order = sorted({key: value.replace("at/", "moved/") for key, value in begin.items()}.items(),
+                   key=lambda item: item[0] != first)
+    pretrain.main([*itertools.chain(*order)])
+    starts = json.loads(Path("moved/b/environment.json").read_text())
+    assert [start["resumed_step"] for start in starts] == [3, 3, 3]
+    assert not list(Path("moved/b").glob("config.step*")), "its own configuration, in whatever order the two are given"
 
 
 def test_resume_with_another_schedule(run: Path, capsys: pytest.CaptureFixture) -> None:
@@ -515,3 +541,12 @@ def test_every_configuration_parses_and_explains_each_key(config: Path, capsys: 
     lines = config.read_text().splitlines()
     assert len(lines) < 60 and lines[0].startswith("# ")
     assert not [line for line in lines if ": " in line.split("#")[0] and "class_path" not in line and "#" not in line]
+
+
+def test_lengths_beyond_learned_positions_are_left_out_of_the_grid() -> None:
+    args = Namespace(pairs=[4], lengths=None, rows=4, batch_rows=4, seed=0)
+    task, cells = recall_cells(args, "", {}, ModelConfig(vocab_size=128, style="paper", max_positions=128))
+    assert [length for _, length, _ in cells] == [64, 128]
+    assert task["left_out"] == ["length 256 is beyond the model's 128 learned positions"]
+    with pytest.raises(ValueError, match="no cell of the grid fits: length 256 is beyond"):
+        recall_cells(Namespace(**{**vars(args), "lengths": [256]}), "", {}, ModelConfig(vocab_size=128, max_positions=8))
