@@ -548,5 +548,5 @@ def test_lengths_beyond_learned_positions_are_left_out_of_the_grid() -> None:
     task, cells = recall_cells(args, "", {}, ModelConfig(vocab_size=128, style="paper", max_positions=128))
     assert [length for _, length, _ in cells] == [64, 128]
     assert task["left_out"] == ["length 256 is beyond the model's 128 learned positions"]
-    with pytest.raises(ValueError, match="no cell of the grid fits: length 256 is beyond"):
-        recall_cells(Namespace(**{**vars(args), "lengths": [256]}), "", {}, ModelConfig(vocab_size=128, max_positions=8))
+    with pytest.raises(ValueError, match="no cell of the grid fits: length 1024 is beyond"):
+        recall_cells(Namespace(**vars(args) | {"lengths": [1024]}), "", {}, ModelConfig(vocab_size=128))
