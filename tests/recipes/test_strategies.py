@@ -177,6 +177,15 @@ def test_a_run_that_ends_early_is_not_compared(tmp_path, monkeypatch):
     assert not (tmp_path / "a/done").exists()
 
 
+def test_the_checkpoint_between_is_kept_however_long_the_rest(tmp_path):
+    arguments = ["--config", "configs/mqar.yaml", "--strategies", "single", "--steps", "2", "--more", "6", *CPU]
+    with pytest.raises(SystemExit) as end:
+        strategies.main([*arguments, "--out", str(tmp_path), "--data.val_rows", "8",
+                         "--data.global_batch_tokens", "256"])
+    assert end.value.code == 0 and (tmp_path / "single/checkpoints/step=000002.ckpt").exists()
+    assert len(json.loads((tmp_path / "table.json").read_text())["single"]["gone on"]["losses"]) == 6
+
+
 def test_help_shows_the_defaults(capsys):
     with pytest.raises(SystemExit):
         strategies.main(["--help"])
