@@ -1,5 +1,6 @@
-"""Whether runs can be compared: what they are asked, the machine they are for, and what lies in their folder."""
+"""Runs to be compared, and whether they can be: what they are asked, their machine, and what lies in their folder."""
 
+import argparse
 import hashlib
 import json
 from pathlib import Path
@@ -12,35 +13,57 @@ from recipes.console import arguments
 from recipes.dry_run import Configuration, check_run
 from recipes.planning import count
 
+FOLDER = Path(__file__).parents[1] / "configs/strategy"
+KNOWN = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 # Options of a run that are the comparison's own, beside those it puts into a command.
 OWN = {"--config", "-c", "--run_dir", "--resume", "--trainer.strategy"}
 FREE = {"--model.optimizer.warmup_steps"}  # a start that may be another
 
 
-def check(command: list[str], others: list[str], ranks: list[int]) -> None:
+def overlay(strategy: str) -> Path:
+    return FOLDER / f"{strategy}.yaml"
+
+
+def ranks(args: argparse.Namespace, strategy: str) -> int:
+    """Processes of a run."""
+    return 1 if strategy == "single" else args.devices
+
+
+def command(args: argparse.Namespace, rest: list[str], strategy: str) -> list[str]:
+    """Arguments of recipes.pretrain."""
+    last, devices = args.steps + args.more, 1 if args.one_gpu else ranks(args, strategy)
+    return [*map(str, (
+        "--config", args.config, "--config", overlay(strategy), "--trainer.devices", devices,
+        "--trainer.max_steps", last, "--trainer.val_check_interval", last, "--trainer.log_every_n_steps", 1,
+        "--checkpoint.every_n_train_steps", args.steps, "--checkpoint.keep_every_n_steps", args.steps,
+        "--model.optimizer.warmup_steps", last // 4)), *rest]
+
+
+def check(args: argparse.Namespace, others: list[str]) -> None:
     """ValueError for what the runs would refuse, or what would make them other runs than those compared.
 
     Args:
-        command: arguments of recipes.pretrain that the comparison makes itself, for the first run.
-        others: those of the person, put after them.
-        ranks: processes of each run.
+        args: those of recipes.strategies.
+        others: a person's for recipes.pretrain, put after the comparison's own.
     """
-    own = OWN | {word for word in command if word.startswith("--")} - FREE
+    first, numbers = command(args, [], args.strategies[0]), [ranks(args, name) for name in args.strategies]
+    own = OWN | {word for word in first if word.startswith("--")} - FREE
     for name in (word.split("=")[0] for word in others if word.startswith("-")):
         if any(key.startswith(name) or name.startswith(f"{key}.") for key in own):  # a key, its start, a part of it
             raise ValueError(f"{name} is set by recipes.strategies, the same for all runs: leave it out; --steps and "
                              "--more say how long, --strategies and --devices on what, --out where")
-    cli = Configuration(arguments([*command, *others]), save_config_callback=None)
-    config, there, most = cli.config.as_dict(), CUDAAccelerator.auto_device_count(), max(ranks)
+    cli = Configuration(arguments([*first, *others]), save_config_callback=None)
+    config, there = cli.config.as_dict(), CUDAAccelerator.auto_device_count()
     accelerator = config["trainer"]["accelerator"]
+    most = 1 if args.one_gpu else max(numbers)
     gpus = accelerator in ("gpu", "cuda") or (accelerator == "auto" and there > 0)
     if gpus and most > there:
-        mend = f"give --devices {there}" if there else "add --trainer.accelerator cpu"
+        mend = f"give --devices {there}, or --one_gpu" if there else "add --trainer.accelerator cpu"
         raise ValueError(f"trainer.accelerator is {accelerator} and --devices asks for {count(most, 'GPU')}, this "
                          f"machine has {there}: {mend}, or start it where they are")
     check_machine(config["trainer"])
-    check_run(cli, ranks[0], gpus, store=False)
-    for number in {*ranks}:
+    check_run(cli, numbers[0], gpus, store=False)
+    for number in {*numbers}:
         cli.datamodule.batch_plan(number)
 
 

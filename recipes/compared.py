@@ -10,17 +10,18 @@ from typing import IO
 from callbacks import read_metrics
 
 
-def train(command: list, folder: Path, after: int, last: int) -> dict:
+def train(command: list, folder: Path, after: int, last: int, nodes: int = 1) -> dict:
     """The `numbers` of a run into `folder`, made unless it is there whole; {"failed": why, "code"} where it ends else.
 
     command: arguments of recipes.pretrain. What it prints goes to <folder>.log.
     last: its last step.
+    nodes: above 1, it is `recipes.virtual_nodes` of so many.
     """
     log = Path(f"{folder}.log")
     if not (folder / "done").exists():
         with log.open("w") as file:
-            code = to_the_end([sys.executable, "-m", "recipes.pretrain", "--run_dir", str(folder),
-                               *map(str, command)], file)
+            recipe = ["recipes.virtual_nodes", str(nodes)] if nodes > 1 else ["recipes.pretrain"]
+            code = to_the_end([sys.executable, "-m", *recipe, "--run_dir", str(folder), *map(str, command)], file)
         if code != 0:
             # Of input that was refused its whole message, else the last line.
             said = log.read_text().strip().rpartition("error: " if code == 2 else "\n")[2]

@@ -46,10 +46,11 @@ def main(argv: list[str] | None = None) -> None:
     ended = stopped_by(NonFiniteError, CheckpointError, NoNeutralForm, folder=cli.run_dir, source=cli.checkpoint)
     with ended, cli.preemption.listening():
         trainer.fit(model, datamodule=data, ckpt_path=cli.checkpoint)
-    trainer.print(*(f"{metric[4:]:<36}{value:.4f}" for metric, value in sorted(trainer.callback_metrics.items())
-                    if metric.endswith(("exact_match", "bits_per_byte"))), sep="\n")
-    trainer.print(f"\nresults in {cli.run_dir}\n  watch     tensorboard --logdir {name}\n"
-                  f"  evaluate  python -m recipes.evaluate {name}")
+    if trainer.is_global_zero:  # trainer.print would say it once a node
+        print(*(f"{metric[4:]:<36}{value:.4f}" for metric, value in sorted(trainer.callback_metrics.items())
+                if metric.endswith(("exact_match", "bits_per_byte"))), sep="\n")
+        print(f"\nresults in {cli.run_dir}\n  watch     tensorboard --logdir {name}\n"
+              f"  evaluate  python -m recipes.evaluate {name}")
 
 
 if __name__ == "__main__":

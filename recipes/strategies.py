@@ -4,7 +4,7 @@
 
 A run takes --steps and --more optimizer steps; from the checkpoint between them the next strategy of the list takes the
 last ones again: two runs for each strategy, twelve for the six of the default. All other arguments go to
-recipes.pretrain. What has run is not repeated.
+recipes.pretrain. What has run is not repeated. With --one_gpu the ranks share one GPU: before a cluster is at hand.
 """
 
 import argparse
@@ -17,12 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from callbacks.run_folder import write_aside
-from recipes.comparable import check, claim
+from recipes.comparable import KNOWN, check, claim, command, overlay, ranks
 from recipes.compared import apart, train
 from recipes.console import bad_input, quiet_notices
 
-FOLDER = Path(__file__).parents[1] / "configs/strategy"
-KNOWN = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 COLUMNS = (("tokens_per_second", "tokens/s", 0), ("peak_gb", "peak, GB", 2), ("planned_gb", "planned, GB", 2))
 # The description as it is written, and each default.
 HELP = type("Help", (argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter), {})
@@ -36,20 +34,19 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--strategies", nargs="+", choices=KNOWN, help="Files of configs/strategy.",
                         default=["single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"])
     parser.add_argument("--devices", type=PositiveInt, default=2, help="Ranks of all but single.")
+    parser.add_argument("--one_gpu", action="store_true", help="All ranks on the first GPU (recipes.virtual_nodes): "
+                        "losses and memory as on --devices of them, speed not.")
     parser.add_argument("--steps", type=PositiveInt, default=200, help="Optimizer steps before the checkpoint.")
     parser.add_argument("--more", type=PositiveInt, default=20, help="Optimizer steps after it.")
     parser.add_argument("--out", type=Path, default=Path("runs/strategies"), help="Folder of runs and table.json.")
     return parser.parse_known_args(argv)
 
 
-def command(args: argparse.Namespace, rest: list[str], strategy: str) -> list[str]:
-    """Arguments of recipes.pretrain."""
-    last, devices = args.steps + args.more, 1 if strategy == "single" else args.devices
-    return [*map(str, (
-        "--config", args.config, "--config", FOLDER / f"{strategy}.yaml", "--trainer.devices", devices,
-        "--trainer.max_steps", last, "--trainer.val_check_interval", last, "--trainer.log_every_n_steps", 1,
-        "--checkpoint.every_n_train_steps", args.steps, "--checkpoint.keep_every_n_steps", args.steps,
-        "--model.optimizer.warmup_steps", last // 4)), *rest]
+def made(args: argparse.Namespace, rest: list[str], strategy: str, name: str, start: str = "auto") -> dict:
+    """The numbers of the run of that name."""
+    nodes = ranks(args, strategy) if args.one_gpu else 1
+    return train([*command(args, rest, strategy), "--resume", start], args.out / name, args.steps,
+                 args.steps + args.more, nodes)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -60,37 +57,34 @@ def main(argv: list[str] | None = None) -> None:
         if len(args.config) > 1 or not Path(args.config[0]).is_file():
             raise ValueError(f"--config {' '.join(args.config)}: expected one file that is there, as configs/mqar.yaml")
         args.config, = args.config
-        check(command(args, [], names[0]), rest, [1 if name == "single" else args.devices for name in names])
-        setting = {name: getattr(args, name) for name in ("config", "devices", "steps", "more")} | {"others": rest}
-        new = claim(args.out, setting, [Path(args.config), *(FOLDER / f"{name}.yaml" for name in names)])
+        check(args, rest)
+        setting = {name: getattr(args, name) for name in ("config", "devices", "one_gpu", "steps", "more")}
+        setting["others"] = rest
+        new = claim(args.out, setting, [Path(args.config), *map(overlay, names)])
     table = Table(title=f"{args.config}: losses of {args.more} steps after {args.steps}")
     for name in ("", "ranks", "last loss", f"from {names[0]}'s", *(title for _, title, _ in COLUMNS), "gone on under"):
         table.add_column(name, justify="right" if name else "left")
     for strategy, other in zip(names, names[1:] + names[:1]):
         console.print(f"{strategy}: {last} steps, the last {args.more} again under {other}")
-        folder, again_folder = args.out / strategy, args.out / f"{strategy}-then-{other}"
-        again = run = report[strategy] = train([*command(args, rest, strategy), "--resume", "auto"],
-                                               folder, args.steps, last)
+        again = run = report[strategy] = made(args, rest, strategy, strategy)
         if run.get("code") == 2 and len(report) == 1:  # refused, as all the others would be
             if new:
                 (args.out / "setting.json").unlink()  # nothing has run: the folder is free for another call
             print(f"error: {run['failed']}", file=sys.stderr)
             sys.exit(2)
         if "failed" not in run:
-            point = folder / "checkpoints" / f"step={args.steps:06d}.ckpt"
-            again = run["gone on"] = train([*command(args, rest, other), "--resume", str(point)],
-                                            again_folder, args.steps, last)
+            point = args.out / strategy / "checkpoints" / f"step={args.steps:06d}.ckpt"
+            again = run["gone on"] = made(args, rest, other, f"{strategy}-then-{other}", str(point))
         if failed := again.get("failed"):
             console.print(f"[red]{failed}", soft_wrap=True)
         if "failed" not in run:
             first = f"{apart(run, report[names[0]]):.1e}" if "losses" in report[names[0]] else ""
             cells = (f"{run[name]:,.{digits}f}" if run[name] else "–" for name, _, digits in COLUMNS)
-            table.add_row(strategy, "1" if strategy == "single" else str(args.devices),
-                          f"{max(run['losses'].items())[1]:.4f}", first, *cells,
+            table.add_row(strategy, str(ranks(args, strategy)), f"{max(run['losses'].items())[1]:.4f}", first, *cells,
                           f"{other}: " + (f"{apart(again, run):.1e}" if "losses" in again else "failed"))
         write_aside(args.out / "table.json", json.dumps(report, indent=1))
     table.caption = ("gone on under: largest distance of its losses from those of the row's own run; "
-                     "memory where there is a GPU")
+                     "memory where there is a GPU" + ("; ranks share one: slower than so many" if args.one_gpu else ""))
     console.print(table)
     console.print(f"written: {args.out / 'table.json'}; the runs lie beside it", soft_wrap=True)
     sys.exit(1 if any("failed" in x or "failed" in x["gone on"] for x in report.values()) else 0)

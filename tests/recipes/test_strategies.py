@@ -145,7 +145,27 @@ def test_what_is_refused_before_the_first_run(given, said, tmp_path, capsys, mon
 def test_fewer_gpus_than_ranks(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("recipes.comparable.CUDAAccelerator.auto_device_count", lambda: 1)
     said = refused(["--config", "configs/mqar.yaml", "--out", str(tmp_path / "out")], capsys)  # accelerator auto
-    assert "trainer.accelerator is auto and --devices asks for 2 GPUs, this machine has 1: give --devices 1" in said
+    assert "accelerator is auto and --devices asks for 2 GPUs, this machine has 1: give --devices 1, or --one_g" in said
+
+
+def test_ranks_that_share_a_gpu(tmp_path, monkeypatch):
+    """Each is a node of one device; one process alone is started as ever."""
+    monkeypatch.setattr("recipes.comparable.CUDAAccelerator.auto_device_count", lambda: 1)
+    commands = []
+
+    def run(command, output):
+        commands.append(command)
+        fake_run(tmp_path / Path(command[command.index("--run_dir") + 1]).name, 0.0, gpu=True)
+        return 0
+
+    monkeypatch.setattr(compared, "to_the_end", run)
+    with pytest.raises(SystemExit) as end:
+        strategies.main(["--config", "configs/mqar.yaml", "--strategies", "single", "zero3", "--steps", "3", "--more",
+                         "2", "--out", str(tmp_path), "--one_gpu"])
+    recipes = [command[2:command.index("--run_dir")] for command in commands]
+    shared = ["recipes.virtual_nodes", "2"]
+    assert end.value.code == 0 and recipes == [["recipes.pretrain"], shared, shared, ["recipes.pretrain"]]
+    assert all(command[command.index("--trainer.devices") + 1] == "1" for command in commands)
 
 
 def test_a_first_run_that_is_refused_is_the_last(tmp_path, capsys, monkeypatch):
