@@ -3,7 +3,7 @@
 Read from the tensors themselves, alike under plain, DDP and DeepSpeed training.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,23 +29,43 @@ def allocated(trainer: Trainer, module: LightningModule, gradients: bool = False
     gradients lie in them and count as gradients) and, where asked for, "gradients": only between the last backward pass
     and the update, see `gradients.at_step_boundary`.
     """
-    wrapper = trainer.optimizers[0]
-    inner = getattr(wrapper, "optimizer", wrapper)  # DeepSpeed wraps torch's
-    seen: set[int] = set()
-    masters = next((getattr(wrapper, name) for name in _MASTERS if hasattr(wrapper, name)), [])
-    states = (value for state in inner.state.values() for value in state.values())
+    wrapper, seen = trainer.optimizers[0], set()
     buckets = [bucket.buffer for bucket in getattr(wrapper, "ipg_buckets", {}).values()]
     parts = {
-        "parameters": (getattr(p, "ds_tensor", p) for p in module.parameters()),
+        "parameters": _parameters(module),
         "gathered": (p for p in module.parameters() if hasattr(p, "ds_tensor")),
-        "masters": masters,
-        "optimizer states": (value for value in states if isinstance(value, Tensor) and value.ndim > 0),
+        "masters": _masters(wrapper),
+        "optimizer states": _states(wrapper),
         "buckets": (piece for bucket in buckets for piece in (bucket if isinstance(bucket, list) else [bucket])),
         "gradients": _gradients(wrapper, module) if gradients else (),
     }
     found = {part: _sizes(tensors, seen) for part, tensors in parts.items()}
     found["buckets"] |= _ddp_buckets(trainer.strategy.model)
     return found
+
+
+def saved(trainer: Trainer, module: LightningModule) -> Iterator[Tensor]:
+    """What this rank writes into a checkpoint, from the first step on; but for small things."""
+    wrapper = trainer.optimizers[0]
+    if trainer.is_global_zero and not hasattr(next(module.parameters()), "ds_tensor"):  # else they are in the masters
+        yield from _parameters(module)
+    if trainer.is_global_zero or hasattr(wrapper, "optimizer"):
+        yield from _masters(wrapper)
+        yield from _states(wrapper)
+
+
+def _parameters(module: LightningModule) -> Iterator[Tensor]:
+    return (getattr(p, "ds_tensor", p) for p in module.parameters())
+
+
+def _masters(wrapper: Any) -> Iterable[Tensor]:
+    return next((getattr(wrapper, name) for name in _MASTERS if hasattr(wrapper, name)), [])
+
+
+def _states(wrapper: Any) -> Iterator[Tensor]:
+    inner = getattr(wrapper, "optimizer", wrapper)  # DeepSpeed wraps torch's
+    states = (value for state in inner.state.values() for value in state.values())
+    return (value for value in states if isinstance(value, Tensor) and value.ndim > 0)
 
 
 def _ddp_buckets(model: Any) -> Sizes:

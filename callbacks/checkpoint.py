@@ -11,11 +11,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import distributed
 
+from callbacks.allocated import saved
 from callbacks.retention import monitored, prune, set_aside_after
 from callbacks.together import together
 from vla_lm.checkpoint_files import complete_checkpoints, publish, read_marker, remove, step_of, write_marker
 from vla_lm.checkpoint_io import RunCheckpointIO
-WAIT = 0.5  # seconds that training waits for a save, then it goes on and the save in the background
+WAIT = 0.5  # seconds that training waits for a small save, then it goes on and the save in the background
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -60,8 +61,10 @@ class RunCheckpoint(ModelCheckpoint):
             set_aside_after(Path(self.dirpath), trainer.global_step)
         trainer.strategy.barrier()
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.settle(trainer, wait=False)
+        if trainer.global_step > self._last_global_step_saved:  # after a first step all that will be saved is there
+            self.io.reserve(saved(trainer, pl_module))
         # global_step stands still during accumulation
         if trainer.global_step % self._every_n_train_steps == 0 and trainer.global_step != self._last_global_step_saved:
             self.save(trainer, wait=WAIT)

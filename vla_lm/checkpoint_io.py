@@ -1,10 +1,9 @@
 """Reads a checkpoint under any strategy, writes one while training goes on, loads the neutral form into ZeRO."""
 
-import copy
 import errno
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ from torch import Tensor, distributed
 from vla_lm.checkpoint_files import file_checksum, is_neutral, sync
 from vla_lm.native import export, read_content
 from vla_lm.neutral import MOMENTS, NeutralCheckpoint, portable
+from vla_lm.snapshot import HostMemory, Snapshot
 
+LARGE = 100_000_000  # bytes that take longer to write than training should wait
 FILE = {"form": "file"}  # the layout of a single-device or DDP checkpoint, at any number of ranks
 
 
@@ -27,9 +28,9 @@ class NoNeutralForm(ValueError):
 class RunCheckpointIO(TorchCheckpointIO):
     """Lightning's reading and writing of checkpoints, and DeepSpeed's writing.
 
-    Writing takes a snapshot in host memory, in buffers that are kept from save to save (fresh memory costs more time
-    than the copy), and goes on in a thread: `begin` starts it, `done` asks, `finish` waits. An error is raised by
-    `finish` alone, so that a rank whose disk is full never leaves the others in the middle of a collective save.
+    Writing takes a snapshot in host memory that is kept (`reserve` gets it beforehand), and goes on in a thread:
+    `begin` starts it, `done` asks, `finish` waits. An error is raised by `finish` alone, so that a rank whose disk is
+    full never leaves the others in the middle of a collective save.
 
     Args:
         background: False writes at once, without a snapshot.
@@ -37,11 +38,17 @@ class RunCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, background: bool = True) -> None:
         self.background = background
-        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self._memory, self._reserved = HostMemory(), False
         self._jobs: list[tuple[Any, Path]] = []
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
         self._checksums: dict[str, int] = {}
+
+    def reserve(self, tensors: Iterable[Tensor]) -> None:
+        """Gets the host memory that a snapshot of these will need, while training goes on. Later calls do nothing."""
+        if self.background and not self._reserved:
+            self._reserved = True
+            self._memory.reserve(tensors)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.save(checkpoint, path)
@@ -51,7 +58,7 @@ class RunCheckpointIO(TorchCheckpointIO):
         path = Path(path)
         try:
             if self.background:
-                self._jobs.append((_Snapshot(self._buffers, len(self._jobs)).of(state_dict), path))
+                self._jobs.append((Snapshot(self._memory).of(state_dict), path))
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
             else:
@@ -59,8 +66,13 @@ class RunCheckpointIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:
             self._problem = error
 
-    def begin(self, wait: float) -> None:
-        """Starts writing what was saved, and waits for at most `wait` seconds."""
+    def begin(self, wait: float | None) -> None:
+        """Starts writing what was saved; waits for at most `wait` seconds, for what is large not at all.
+
+        wait: null: until all is written.
+        """
+        if wait is not None and self._memory.lent > LARGE:
+            wait = 0
         self._thread = threading.Thread(target=self._write_all, daemon=True)
         self._thread.start()
         self._thread.join(wait)
@@ -75,6 +87,7 @@ class RunCheckpointIO(TorchCheckpointIO):
             self._thread.join()
         problem, sums = self._problem, self._checksums
         self._thread, self._problem, self._checksums, self._jobs = None, None, {}, []
+        self._memory.give_back()
         if problem is not None:
             raise problem
         return sums
@@ -97,37 +110,6 @@ class RunCheckpointIO(TorchCheckpointIO):
         torch.save(state, path)
         sync(path)
         self._checksums[str(path)] = file_checksum(path)
-
-
-class _Snapshot:
-    """A copy of nested containers with every tensor copied to the host, shared tensors shared again."""
-
-    def __init__(self, buffers: dict[tuple[int, int], Tensor], file: int) -> None:
-        self.buffers, self.file, self.seen = buffers, file, {}
-
-    def of(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value.detach())
-        if isinstance(value, dict):
-            new = copy.copy(value)
-            new.update((key, self.of(item)) for key, item in value.items())
-            return new
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(self.of, value))
-        return type(value)(map(self.of, value)) if type(value) in (list, tuple) else value
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        if not tensor.numel():
-            return tensor.cpu()
-        key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        if key not in self.seen:
-            place = (self.file, len(self.seen))
-            buffer = self.buffers.get(place)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                self.buffers[place] = buffer
-            self.seen[key] = buffer.copy_(tensor, non_blocking=True)
-        return self.seen[key]
 
 
 def loadable(path: Path, layout: Mapping[str, Any]) -> Path:

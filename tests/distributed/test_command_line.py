@@ -4,6 +4,7 @@ Two CPU processes train what one trains: in float32 to rounding, in the lean for
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ def losses(tmp_path_factory):
             done = subprocess.run(list(map(str, command)), env=environment, cwd=folder, capture_output=True, text=True,
                                   timeout=240)
             assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+            late = re.findall(r"got during saves: (\d+) bytes", done.stdout)
+            assert len(late) == settings["trainer.devices"] and max(map(int, late)) < 1000, "counters of steps alone"
             lines = read_metrics(folder / name / "metrics.jsonl")
             found[name] = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
         return found[name]

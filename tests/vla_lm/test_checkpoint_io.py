@@ -1,5 +1,6 @@
 """Snapshots are copies in memory that is used again; errors wait for `finish`; an unfit checkpoint is answered."""
 
+import threading
 import zlib
 from collections import defaultdict
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import pytest
 import torch
 from small import language_model
 
+from vla_lm import checkpoint_io, snapshot
 from vla_lm.checkpoint_io import NoNeutralForm, RunCheckpointIO, loadable
 
 
@@ -49,11 +51,59 @@ def test_the_memory_of_a_snapshot_is_used_again(tmp_path):
     for step in range(3):
         for file in ("a", "b"):
             io.save(state(step), tmp_path / f"step={step}.{file}")
-        places.append({key: buffer.data_ptr() for key, buffer in io._buffers.items()})
+        places.append([buffer.data_ptr() for _, buffer in io._memory._lent])
         io.begin(None)
         io.finish()
         assert torch.load(tmp_path / f"step={step}.b", weights_only=False)["module"]["a"][0, 0] == step
     assert places[0] == places[1] == places[2] and len(places[0]) == 6
+
+
+def test_memory_that_was_reserved_is_used(tmp_path, monkeypatch):
+    """Of tensors' sizes, not of their storages': a slice's copy is as large as the slice."""
+    io, whole = RunCheckpointIO(), torch.arange(12.0)
+    content = {"slice": whole[2:6], "bf16": torch.ones(3, 5, dtype=torch.bfloat16), "scalar": torch.tensor(3),
+               "none": torch.empty(0)}
+    io.reserve(content.values())
+    io.reserve(pytest.fail() for _ in range(1))  # later calls do nothing
+    io._memory._reserving.join()
+    monkeypatch.setattr(snapshot, "_fresh", lambda *_: pytest.fail("memory was there"))
+    io.save(content, tmp_path / "a.ckpt")
+    assert io._memory.lent == 16 + 30 + 8
+    io.begin(None)
+    io.finish()
+    again = torch.load(tmp_path / "a.ckpt")
+    assert all(torch.equal(again[name], content[name]) for name in content) and io._memory.lent == 0
+    assert again["slice"].untyped_storage().nbytes() == 16  # torch.save writes storages
+
+
+def test_memory_that_cannot_be_reserved_is_asked_for_again(tmp_path, monkeypatch):
+    asked = []
+
+    def none_at_first(size, pinned, otherwise=snapshot._fresh):
+        asked.append(size)
+        if len(asked) == 1:
+            raise RuntimeError("cannot allocate memory")
+        return otherwise(size, pinned)
+
+    monkeypatch.setattr(snapshot, "_fresh", none_at_first)
+    io = RunCheckpointIO()
+    io.reserve([torch.ones(2), torch.ones(3)])
+    io.save({"x": torch.ones(2)}, tmp_path / "a.ckpt")
+    io.begin(None)
+    assert list(io.finish()) == [str(tmp_path / "a.ckpt")] and asked == [8, 8]
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_training_waits_for_a_small_save_alone(tmp_path, monkeypatch, large):
+    monkeypatch.setattr(checkpoint_io, "LARGE", 4 if large else 1000)
+    held = threading.Event()
+    monkeypatch.setattr(RunCheckpointIO, "_write", lambda *_: held.wait(0.3))
+    io = RunCheckpointIO()
+    io.save({"x": torch.ones(2)}, tmp_path / "a.ckpt")
+    io.begin(20)
+    assert io.done() != large
+    held.set()
+    io.finish()
 
 
 @pytest.mark.parametrize("background", [True, False])
