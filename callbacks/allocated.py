@@ -45,13 +45,21 @@ def allocated(trainer: Trainer, module: LightningModule, gradients: bool = False
 
 
 def saved(trainer: Trainer, module: LightningModule) -> Iterator[Tensor]:
-    """What this rank writes into a checkpoint, from the first step on; but for small things."""
+    """What this rank writes into a checkpoint, from the first step on; but for small things.
+
+    What it would first gather from other ranks, the states that documents carry, is a tensor without memory.
+    """
     wrapper = trainer.optimizers[0]
     if trainer.is_global_zero and not hasattr(next(module.parameters()), "ds_tensor"):  # else they are in the masters
         yield from _parameters(module)
-    if trainer.is_global_zero or hasattr(wrapper, "optimizer"):
+    sharded = hasattr(wrapper, "optimizer")
+    if trainer.is_global_zero or sharded:
         yield from _masters(wrapper)
         yield from _states(wrapper)
+        lanes = module.lanes.own() if hasattr(module, "lanes") else {}
+        for tensor in (tensor for layer in lanes.get("layers", []) for tensor in layer.values()):
+            alone = sharded or trainer.world_size == 1
+            yield tensor if alone else tensor.to("meta").repeat(trainer.world_size, *[1] * (tensor.ndim - 1))
 
 
 def _parameters(module: LightningModule) -> Iterator[Tensor]:

@@ -15,8 +15,7 @@ from callbacks.allocated import saved
 from callbacks.retention import monitored, prune, set_aside_after
 from callbacks.together import together
 from vla_lm.checkpoint_files import complete_checkpoints, publish, read_marker, remove, step_of, write_marker
-from vla_lm.checkpoint_io import RunCheckpointIO
-WAIT = 0.5  # seconds that training waits for a small save, then it goes on and the save in the background
+from vla_lm.checkpoint_io import WAIT, RunCheckpointIO
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -63,11 +62,10 @@ class RunCheckpoint(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.settle(trainer, wait=False)
-        if trainer.global_step > self._last_global_step_saved:  # after a first step all that will be saved is there
-            self.io.reserve(saved(trainer, pl_module))
-        # global_step stands still during accumulation
-        if trainer.global_step % self._every_n_train_steps == 0 and trainer.global_step != self._last_global_step_saved:
-            self.save(trainer, wait=WAIT)
+        if trainer.global_step != self._last_global_step_saved:  # it stands still during accumulation
+            self.io.reserve(saved(trainer, pl_module))  # after a first step all of it is there
+            if trainer.global_step % self._every_n_train_steps == 0:
+                self.save(trainer, wait=WAIT)
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         self.save(trainer)

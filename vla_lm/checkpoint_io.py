@@ -13,10 +13,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, distributed
 
 from vla_lm.checkpoint_files import file_checksum, is_neutral, sync
-from vla_lm.native import export, read_content
+from vla_lm.native import LANES, export, lanes_of, read_content
 from vla_lm.neutral import MOMENTS, NeutralCheckpoint, portable
 from vla_lm.snapshot import HostMemory, Snapshot
 
+WAIT = 0.5  # seconds that training waits for a small save, then it goes on and the save in the background
 LARGE = 100_000_000  # bytes that take longer to write than training should wait
 FILE = {"form": "file"}  # the layout of a single-device or DDP checkpoint, at any number of ranks
 
@@ -179,6 +180,11 @@ class AnyCheckpoint:
         engine._copy_recovery_script = lambda save_path: None
         own = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         engine.save_checkpoint(str(path), client_state=own, tag="checkpoint", save_latest=False)
+        # Not among what Lightning saves: ZeRO-3 writes that on every rank, and a rank trains its own lanes alone.
+        held = getattr(self.lightning_module, "lanes", None)
+        if held is not None and (lanes := held.own()):
+            file = Path(path) / "checkpoint" / LANES.format(f"{self.global_rank:05d}")
+            self.checkpoint_io.save_checkpoint(lanes, file)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = loadable(Path(checkpoint_path), self.layout)
@@ -186,6 +192,7 @@ class AnyCheckpoint:
             module = self.lightning_module
             return load_sharded(self.deepspeed_engine, NeutralCheckpoint(path), module, module.trainer.max_steps)
         _, content = self.deepspeed_engine.load_checkpoint(str(path), tag="checkpoint", load_lr_scheduler_states=False)
+        content["lanes"] = lanes_of(path) or content.get("lanes", {})
         return content
 
 

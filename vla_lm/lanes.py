@@ -1,9 +1,11 @@
 """States that a long document carries from one batch to the next, kept by the global index of its lane."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, distributed
 
 from kernels import State
 from vla_lm.state import LayerState
@@ -17,7 +19,7 @@ class LaneStates:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], list[LayerState]] = {}  # lanes of one micro-batch -> states, one per layer
-        self._restored: tuple[list[int], list[LayerState]] | None = None
+        self._restored: list[dict] = []
 
     def get(self, lanes: Sequence[int], device: torch.device) -> tuple[list[LayerState] | None, list[bool]]:
         """States of `lanes`, one row each, and which lanes have one; rows without are arbitrary. None: no lane has."""
@@ -41,36 +43,47 @@ class LaneStates:
 
     def end_step(self) -> None:
         """An optimizer step is over: every lane of this rank has been put, what was restored is out of date."""
-        self._restored = None
+        self._restored = []
 
-    def state_dict(self) -> dict:
-        """Lanes of all ranks: {"lanes": [int], "layers": [{name: tensor with one row per lane}]}; empty without states.
+    def own(self) -> dict:
+        """This rank's lanes: {"lanes": [int], "layers": [{name: tensor with one row per lane}]}; empty without states.
 
-        With several ranks every rank must call it, with equally many lanes.
+        What was restored and not trained on since is the first rank's.
         """
-        lanes = [lane for key in self._groups for lane in key]
         groups = list(self._groups.values())
         if not groups:
-            if self._restored is None:
-                return {}
-            lanes, restored = self._restored
-            return {"lanes": lanes, "layers": [state.tensors() for state in restored]}
+            return merged(self._restored) if rank_zero_only.rank == 0 else {}
         layers = []
         for layer in range(len(groups[0])):
             named = [group[layer].tensors() for group in groups]
-            layers.append({name: _from_all_ranks(torch.cat([part[name] for part in named])) for name in named[0]})
-        where = next(iter(groups[0][0].tensors().values())).device
-        return {"lanes": _from_all_ranks(torch.tensor(lanes, device=where)).tolist(), "layers": layers}
+            layers.append({name: torch.cat([part[name] for part in named]) for name in named[0]})
+        return {"lanes": [lane for key in self._groups for lane in key], "layers": layers}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Restore what `state_dict` gave, at any number of ranks."""
-        self._groups = {}
-        self._restored = (state["lanes"], [_layer_state(layer) for layer in state["layers"]]) if state else None
+    def state_dict(self) -> dict:
+        """Lanes of all ranks, as `own`, on the first; empty on the others.
+
+        Every rank must call it, with equally many lanes.
+        """
+        own = self.own()
+        if not self._groups or not distributed.is_available() or not distributed.is_initialized():
+            return own
+        layers = [{name: _on_first_rank(tensor) for name, tensor in layer.items()} for layer in own["layers"]]
+        where = next(iter(own["layers"][0].values())).device
+        lanes = _on_first_rank(torch.tensor(own["lanes"], device=where)).tolist()
+        return {"lanes": lanes, "layers": layers} if lanes else {}
+
+    def load_state_dict(self, *parts: dict) -> None:
+        """Restore what `state_dict` gave, or what `own` gave on each rank, at any number of ranks.
+
+        A tensor is read where one of its lanes is trained: those of a mapped file stay there until then.
+        """
+        self._groups, self._restored = {}, [part for part in parts if part]
 
     def _find(self, lanes: tuple[int, ...]):
         places = {}
-        if self._restored is not None:
-            places = {lane: (self._restored[1], row) for row, lane in enumerate(self._restored[0])}
+        for part in self._restored:
+            layers = [_layer_state(layer) for layer in part["layers"]]
+            places.update({lane: (layers, row) for row, lane in enumerate(part["lanes"])})
         for key, states in self._groups.items():
             places.update({lane: (states, row) for row, lane in enumerate(key)})
         return [places.get(lane) for lane in lanes]
@@ -85,10 +98,21 @@ def _layer_state(named: dict[str, Tensor]) -> LayerState:
     return LayerState(memory=State(**memory), tail=named.get("tail"), length=named["length"])
 
 
-def _from_all_ranks(tensor: Tensor) -> Tensor:
-    # [n, ...] on each rank -> [world * n, ...] on the host of each
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return tensor.cpu()
-    out = tensor.new_empty(torch.distributed.get_world_size() * tensor.shape[0], *tensor.shape[1:])
-    torch.distributed.all_gather_into_tensor(out, tensor.contiguous())
-    return out.cpu()
+def merged(parts: Sequence[dict]) -> dict:
+    """One of several that `LaneStates.own` gave, its lanes in order; empty without."""
+    order = sorted((lane, number, row) for number, part in enumerate(parts) for row, lane in enumerate(part["lanes"]))
+    if not order:
+        return {}
+    starts = [0, *accumulate(len(part["lanes"]) for part in parts)]
+    rows = torch.tensor([starts[number] + row for _, number, row in order])
+    layers = [{name: torch.cat([layer[name] for layer in layers]).index_select(0, rows) for name in layers[0]}
+              for layers in zip(*(part["layers"] for part in parts))]
+    return {"lanes": [lane for lane, _, _ in order], "layers": layers}
+
+
+def _on_first_rank(tensor: Tensor) -> Tensor:
+    # [n, ...] on each rank -> [world * n, ...] on the host of the first, [0, ...] on the others
+    first = distributed.get_rank() == 0
+    out = [torch.empty_like(tensor) for _ in range(distributed.get_world_size())] if first else None
+    distributed.gather(tensor.contiguous(), out, dst=0)
+    return torch.cat(out).cpu() if first else tensor[:0]

@@ -227,7 +227,8 @@ class LanguageModel(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "state_dict" in checkpoint:
             checkpoint["state_dict"] = portable(checkpoint["state_dict"])
-        checkpoint["lanes"] = self.lanes.state_dict()
+        if not hasattr(self.trainer.strategy, "layout"):  # under ZeRO each rank writes its own
+            checkpoint["lanes"] = self.lanes.state_dict()
         checkpoint["accumulation"] = self.trainer.accumulate_grad_batches
         checkpoint["max_steps"] = self.trainer.max_steps
         checkpoint["layout"] = getattr(self.trainer.strategy, "layout", {"form": "file"})
@@ -239,7 +240,8 @@ class LanguageModel(LightningModule):
             checkpoint["optimizer_states"] = [neutral.optimizer_state(self, self.trainer.max_steps)]
         if "state_dict" in checkpoint:
             checkpoint["state_dict"] = portable(checkpoint["state_dict"])
-        self.lanes.load_state_dict(checkpoint.get("lanes", {}))
+        lanes = checkpoint.get("lanes", {})
+        self.lanes.load_state_dict(*(lanes if isinstance(lanes, list) else [lanes]))
         attached = self._trainer is not None
         if attached and "loops" in checkpoint and "accumulation" in checkpoint:
             recount_micro_batches(checkpoint, self.trainer.accumulate_grad_batches)

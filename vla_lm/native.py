@@ -22,11 +22,13 @@ from torch import Tensor
 
 from vla_lm.checkpoint_files import beside, checksums, marker_of, publish, read_marker, remove, run_config, write_marker
 from vla_lm.config import ModelConfig
+from vla_lm.lanes import merged
 from vla_lm.neutral import FORMAT, MOMENTS, own_names_alone, portable, save_tensors, write_tensors
 from vla_lm.optimization import parameter_groups
 from vla_lm.transformer import Transformer
 
 # What of Lightning's dictionary a resume needs; beside it the data module's state, which has a fingerprint.
+LANES = "lanes_rank_{}.pt"  # beside DeepSpeed's files
 _KEPT = ("epoch", "global_step", "pytorch-lightning_version", "loops", "lr_schedulers", "hyper_parameters",
          "accumulation", "max_steps")
 
@@ -151,6 +153,7 @@ def read_content(path: Path) -> dict[str, Any]:
             if not files:
                 raise FileNotFoundError("no checkpoint/*model_states.pt in it")
             content = torch.load(files[0], map_location="cpu", weights_only=False, mmap=True)
+            content["lanes"] = lanes_of(path) or content.get("lanes", {})
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
@@ -159,6 +162,12 @@ def read_content(path: Path) -> dict[str, Any]:
     if "config" not in hyper or "optimizer" not in hyper:
         raise ValueError(f"{path} holds no configuration of a language model: use a checkpoint of recipes.pretrain")
     return content
+
+
+def lanes_of(path: Path) -> list[dict[str, Any]]:
+    """Carried states in a ZeRO folder, of each rank what `LaneStates.own` gave, mapped; none in an older version's."""
+    files = sorted((path / "checkpoint").glob(LANES.format("*")))
+    return [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files]
 
 
 def export(path: Path, out: Path | None = None, marks: dict[str, Any] | None = None) -> Path:
@@ -245,17 +254,16 @@ def _write(source: NativeCheckpoint, aside: Path) -> None:
     state = {key: source.content[key] for key in _KEPT if key in source.content}
     state |= {key: value for key, value in source.content.items() if isinstance(value, dict) and "fingerprint" in value}
     state |= {"format": FORMAT, "callbacks": _plain(source.content.get("callbacks", {}))}
-    lanes = source.content.get("lanes") or {}
-    order = sorted(range(len(lanes.get("lanes", []))), key=lambda row: lanes["lanes"][row])
-    state["lanes"] = [lanes["lanes"][row] for row in order]
+    parts = source.content.get("lanes") or []
+    lanes = merged([parts] if isinstance(parts, dict) else parts)
+    state["lanes"] = lanes.get("lanes", [])
     shapes = source.shapes()
     write_tensors(aside, "weights", source.weights, shapes)
     for kind in MOMENTS:
         zeros = {name: lambda shape=shape: torch.zeros(shape) for name, shape in shapes.items()}
         write_tensors(aside, kind, zeros | source.moments[kind], shapes)
-    if order:
-        rows = torch.tensor(order)
-        save_tensors({f"{layer}.{name}": tensor.index_select(0, rows) for layer, named in enumerate(lanes["layers"])
+    if lanes:
+        save_tensors({f"{layer}.{name}": tensor for layer, named in enumerate(lanes["layers"])
                       for name, tensor in named.items()}, aside / "lanes.safetensors")
     if config := run_config(source.path):
         shutil.copyfile(config, aside / "config.yaml")

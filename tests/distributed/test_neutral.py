@@ -6,6 +6,7 @@ exported again are identical.
 """
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from store import write_store
 
 from callbacks import read_metrics
 from vla_lm.checkpoints import load_model
-from vla_lm.native import export
+from vla_lm.lanes import merged
+from vla_lm.native import export, lanes_of
 from vla_lm.neutral import MOMENTS, NeutralCheckpoint
 
 ROOT, PAIRS = Path(__file__).parents[2], Path(__file__).with_name("pairs.py")
@@ -91,6 +93,30 @@ def test_saved_here_resumed_there(quick, case):
     check(quick, case)
     state = NeutralCheckpoint(saved(quick, case.split(">")[0].rstrip("n")).with_suffix(".neutral")).state
     assert state["lanes"] == list(range(8)) and state["DocumentsDataModule"]["samples"] == 4 * 8
+
+
+def test_under_zero_each_rank_writes_its_own_lanes(quick):
+    folder = saved(quick, "zero3*2") / "checkpoint"
+    lanes = [torch.load(folder / f"lanes_rank_0000{rank}.pt", weights_only=True)["lanes"] for rank in range(2)]
+    assert len(lanes[0]) == len(lanes[1]) == 4 and sorted(lanes[0] + lanes[1]) == list(range(8))
+    states = list(folder.glob("*model_states.pt"))
+    assert len(states) == 2 and not any("lanes" in torch.load(file, weights_only=False) for file in states)
+
+
+def test_lanes_of_an_older_version(quick, tmp_path):
+    """Among what Lightning saves, all of them in every file."""
+    source, old = saved(quick, "zero1*2"), tmp_path / "step=000004.ckpt"
+    shutil.copytree(source, old)
+    parts = lanes_of(source)
+    for file in (old / "checkpoint").glob("lanes_rank_*.pt"):
+        file.unlink()
+    for file in (old / "checkpoint").glob("*model_states.pt"):
+        torch.save(torch.load(file, weights_only=False) | {"lanes": merged(parts)}, file)
+    expected = NeutralCheckpoint(source.with_suffix(".neutral")).lanes()
+    found = NeutralCheckpoint(export(old)).lanes()
+    assert len(parts) == 2 and found["lanes"] == expected["lanes"] == list(range(8))
+    for one, other in zip(found["layers"], expected["layers"], strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_evaluated_on_a_laptop(quick):

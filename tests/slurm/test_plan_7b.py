@@ -46,4 +46,6 @@ def test_the_numbers_beside_it():
     without = [gigabytes(plan(precision, checkpointing=False).device_bytes, 0)
                for precision in ("bf16-true", "bf16-mixed")]
     assert f"Without activation checkpointing: {without[0]} and {without[1]}" in PAGE
+    carried = plan("bf16-true").bytes("carried states")
+    assert f"its own 4 of 256 | {gigabytes(64 * carried, 1)} | {gigabytes(carried)} |" in PAGE
     assert f"{gigabytes(plan('bf16-true', rows=4, accumulation=1).device_bytes, 1)} of memory a rank" in PAGE

@@ -94,6 +94,17 @@ def test_lane_states_assemble_rows_from_different_groups():
     states = model(tokens, return_states=True).states
     lanes.put([4, 5], [state.index_select(torch.tensor([0, 1])) for state in states])
     lanes.put([6, 7], [state.index_select(torch.tensor([2, 3])) for state in states])
+    parts = LaneStates(), LaneStates()
+    for part, number in zip(parts, ([6, 7], [4, 5])):  # each as a rank of its own
+        part.put(number, lanes.get(number, device)[0])
+    again, whole = LaneStates(), lanes.own()
+    again.load_state_dict(*(part.own() for part in parts))
+    assert again.own()["lanes"] == whole["lanes"] == [4, 5, 6, 7]
+    for one, other in zip(again.own()["layers"], whole["layers"], strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    got, known = again.get([7, 9, 4], device)
+    for one, other in zip(got, states):
+        assert torch.equal(one.memory.S[[0, 2]], other.memory.S[[3, 0]])
     got, known = lanes.get([7, 9, 4], device)
     assert known == [True, False, True]
     for one, other in zip(got, states):
