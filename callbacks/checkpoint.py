@@ -42,8 +42,7 @@ class RunCheckpoint(ModelCheckpoint):
         self, dirpath: str | Path | None = None, every_n_train_steps: int = 500, keep_last: int = 2, keep_best: int = 1,
         keep_every_n_steps: int | None = None, monitor: str = "val/loss", mode: str = "min", background: bool = True,
     ) -> None:  # fmt: skip
-        every = 1 if keep_every_n_steps is None else keep_every_n_steps
-        if min(every_n_train_steps, keep_last, every) < 1 or keep_best < 0:
+        if min([every_n_train_steps, keep_last, *{keep_every_n_steps} - {None}]) < 1 or keep_best < 0:
             raise ValueError(f"every_n_train_steps {every_n_train_steps}, keep_last {keep_last}, keep_every_n_steps "
                              f"{keep_every_n_steps}, keep_best {keep_best}: use at least 1, for keep_best at least 0.")
         super().__init__(dirpath, monitor=monitor, mode=mode, save_top_k=-1, every_n_train_steps=every_n_train_steps)
