@@ -1,10 +1,10 @@
 """Where a run goes on: the checkpoint that is meant, and whether it belongs to the run's folder."""
 
-import json
 from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from callbacks.run_folder import starts_of
 from vla_lm.checkpoint_files import newest_complete
 from vla_lm.checkpoints import complete_checkpoint
 
@@ -40,8 +40,7 @@ def resume_point(resume: str | None, run_dir: Path | None) -> tuple[Path | None,
 
 def origin_of(run_dir: Path) -> Path | None:
     """The checkpoint that a run began from."""
-    record = run_dir / "environment.json"
-    starts = json.loads(record.read_text()) if record.exists() else []
+    starts = starts_of(run_dir)
     return Path(starts[0]["resumed_from"]) if starts and starts[0].get("resumed_from") else None
 
 

@@ -97,8 +97,7 @@ class RunFolder(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        record = self.run_dir / "environment.json"
-        starts = json.loads(record.read_text()) if record.exists() else []
+        record, starts = self.run_dir / "environment.json", starts_of(self.run_dir)
         here = {"resumed_step": self.resumed_step, "resumed_from": self.resumed_from}
         write_aside(record, json.dumps([*starts, here | environment()], indent=1))
         config = self.config.clone()
@@ -108,6 +107,18 @@ class RunFolder(SaveConfigCallback):
         if config.exists() and config.read_text() != text:
             config = self.run_dir / f"config.step={self.resumed_step or 0:06d}.yaml"
         write_aside(config, text)
+
+
+def starts_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The entries of a run's environment.json, oldest first. ValueError where it is none that was written here."""
+    record = run_dir / "environment.json"
+    try:
+        starts = json.loads(record.read_text()) if record.exists() else []
+    except ValueError:
+        starts = None
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise ValueError(f"{record} is no list of the run's starts in JSON: mend it, or move it away and go on without")
+    return starts
 
 
 def write_aside(path: Path, text: str) -> None:

@@ -78,6 +78,8 @@ def plain(message: str) -> str:
         value = re.search(r"(?:Got value|Given value): (.*)", message)
         shown = value and ("null" if value[1] == "None" else value[1])
         return f"{'.'.join(keys)}: expected {' or '.join(names)}" + (f", got {shown}" if shown else "")
+    if message.startswith("Unexpected config: "):
+        return f"a group of a configuration is empty: give it keys, or leave it out\n{message[19:].rstrip()}"
     if "Errors:\n" not in message:
         return message
     reason = re.sub(r"Problem with given class_path '\S+': ", "", reason)

@@ -154,6 +154,22 @@ def test_auto_goes_on_in_a_folder_named_as_people_name_it(run: Path, tmp_path: P
     pretrain.main(["--resume", "auto", "--run_dir", "runs/a"])
 
 
+@pytest.mark.parametrize("text", ["[{", "{}", "[1]"])
+def test_a_damaged_record_of_starts_is_left_as_it_is(run, tmp_path, capsys, text) -> None:
+    shutil.copytree(run, tmp_path / "a", symlinks=True)
+    record = tmp_path / "a/environment.json"
+    record.write_text(text)
+    said = refused(["--resume", str(tmp_path / "a")], capsys)
+    assert f"error: {record} is no list of the run's starts in JSON" in said
+    assert record.read_text() == text
+
+
+def test_an_empty_group_is_named(tmp_path, capsys) -> None:
+    (tmp_path / "over.yaml").write_text("checkpoint:\n")
+    said = refused([*TINY, "--config", str(tmp_path / "over.yaml")], capsys)
+    assert "error: a group of a configuration is empty: give it keys, or leave it out\ncheckpoint:" in said
+
+
 @pytest.mark.parametrize("first", ["--run_dir", "--resume"])
 def test_a_run_that_began_from_another_and_saved_nothing_begins_there_again(first, run, tmp_path, monkeypatch) -> None:
     (tmp_path / "at").mkdir()
