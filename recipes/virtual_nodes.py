@@ -9,6 +9,7 @@ turns, and what they send goes through the host.
 
 import argparse
 import logging
+import os
 import signal
 import sys
 
@@ -45,7 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     nodes, port = range(args.nodes), find_free_network_port()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True  # the ranks say what happened
     ranks = start_processes("pretrain", sys.executable, {node: command for node in nodes},
-                            {node: environment(node, args.nodes, port) for node in nodes}, DefaultLogsSpecs())
+                            {node: environment(node, args.nodes, port) for node in nodes},
+                            DefaultLogsSpecs(os.devnull))  # what they say is not written anywhere else
     try:
         failures = ranks.wait().failures.values()  # where one has failed the others are ended
     except SignalException as asked:

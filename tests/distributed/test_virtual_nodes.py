@@ -31,8 +31,9 @@ def start(tmp_path):
         command = [sys.executable, "-W", "ignore", "-m", "recipes.virtual_nodes", 2, "--config", "configs/mqar.yaml",
                    *(text for key, value in settings.items() for text in (f"--{key}", value)), *words]
         kept = {key: value for key, value in os.environ.items() if key not in LEFT_BEHIND}
-        started.append(subprocess.Popen(list(map(str, command)), cwd=ROOT, env=kept | {"OMP_NUM_THREADS": "1"},
-                                        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        kept |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+        started.append(subprocess.Popen(list(map(str, command)), cwd=ROOT, env=kept, text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         return started[-1]
 
     yield of
@@ -63,6 +64,7 @@ def test_it_is_one_run(start, tmp_path):
     steps = [line["step"] for line in read_metrics(tmp_path / "run/metrics.jsonl") if "train/loss" in line]
     saved = [path.name for path in complete_checkpoints(tmp_path / "run/checkpoints")]
     assert steps == [1, 2, 3] and saved == ["step=000003.ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"], "nothing is left in the folder for temporary files"
 
 
 def test_in_a_slurm_job_it_is_refused(monkeypatch, capsys):
