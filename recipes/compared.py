@@ -1,13 +1,10 @@
 """Runs of `recipes.pretrain` made to be compared: one at a time, once each, and their numbers."""
 
-import ctypes
-import signal
-import subprocess
 import sys
 from pathlib import Path
-from typing import IO
 
 from callbacks import read_metrics
+from recipes.processes import to_the_end
 
 
 def train(command: list, folder: Path, after: int, last: int, nodes: int = 1) -> dict:
@@ -30,31 +27,6 @@ def train(command: list, folder: Path, after: int, last: int, nodes: int = 1) ->
             return {"failed": f"it ended before step {last} (see {log})", "code": 0}
         (folder / "done").touch()
     return numbers(folder, after)
-
-
-def to_the_end(command: list[str], output: IO[str]) -> int:
-    """Exit code of a process that does not outlive this one: asked by SIGTERM or Ctrl-C to end, it is asked too."""
-    asked: list[int] = []
-    with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                          preexec_fn=_end_with_parent) as process:  # a session of its own: Ctrl-C reaches it once
-        def forward(number: int, _: object) -> None:
-            asked.append(number)
-            process.send_signal(number)
-
-        before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            code = process.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    if asked:
-        sys.exit(128 + asked[0])
-    return code
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: also when this process is killed
 
 
 def numbers(folder: Path, after: int) -> dict:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import distributed
 
 from callbacks.preemption import Preempted
 from data.loader import DataError
@@ -52,6 +54,13 @@ def stopped_by(*errors: type[Exception], folder: Path, source: Path | None = Non
     except (KeyboardInterrupt, SystemExit) as stop:  # Lightning ends the process itself at Ctrl-C, with a plain exit(1)
         print(f"stopped by a signal: {_next(folder, source)}", file=sys.stderr)
         sys.exit(143 if isinstance(stop, SIGTERMException) else 130)
+
+
+def leave(trainer: Trainer) -> None:
+    """Ends the process group, all ranks together; threads of gloo's that are left abort a process's exit at times."""
+    if distributed.is_available() and distributed.is_initialized():
+        trainer.strategy.barrier()
+        distributed.destroy_process_group()
 
 
 def _next(folder: Path, source: Path | None) -> str:

@@ -18,7 +18,7 @@ from callbacks import CheckpointError, NonFiniteError
 from callbacks.run_lock import claimed
 from recipes.configuration import PretrainCLI
 from recipes.console import arguments, bad_input, quiet_notices
-from recipes.ending import stopped_by
+from recipes.ending import leave, stopped_by
 from vla_lm.checkpoint_io import NoNeutralForm
 from vla_lm.checkpoints import check_compatible
 from vla_lm.optimization import schedule
@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     ended = stopped_by(NonFiniteError, CheckpointError, NoNeutralForm, folder=cli.run_dir, source=cli.checkpoint)
     with ended, cli.preemption.listening():
         trainer.fit(model, datamodule=data, ckpt_path=cli.checkpoint)
+        leave(trainer)
     if trainer.is_global_zero:  # trainer.print would say it once a node
         print(*(f"{metric[4:]:<36}{value:.4f}" for metric, value in sorted(trainer.callback_metrics.items())
                 if metric.endswith(("exact_match", "bits_per_byte"))), sep="\n")

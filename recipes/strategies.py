@@ -58,8 +58,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--config {' '.join(args.config)}: expected one file that is there, as configs/mqar.yaml")
         args.config, = args.config
         check(args, rest)
-        setting = {name: getattr(args, name) for name in ("config", "devices", "one_gpu", "steps", "more")}
-        setting["others"] = rest
+        setting = {name: getattr(args, name) for name in ("config", "devices", "steps", "more")} | {"others": rest}
+        setting |= {"one_gpu": True} if args.one_gpu else {}
         new = claim(args.out, setting, [Path(args.config), *map(overlay, names)])
     table = Table(title=f"{args.config}: losses of {args.more} steps after {args.steps}")
     for name in ("", "ranks", "last loss", f"from {names[0]}'s", *(title for _, title, _ in COLUMNS), "gone on under"):
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
                           f"{other}: " + (f"{apart(again, run):.1e}" if "losses" in again else "failed"))
         write_aside(args.out / "table.json", json.dumps(report, indent=1))
     table.caption = ("gone on under: largest distance of its losses from those of the row's own run; "
-                     "memory where there is a GPU" + ("; ranks share one: slower than so many" if args.one_gpu else ""))
+                     "memory where there is a GPU" + ("; ranks took turns on one device" if args.one_gpu else ""))
     console.print(table)
     console.print(f"written: {args.out / 'table.json'}; the runs lie beside it", soft_wrap=True)
     sys.exit(1 if any("failed" in x or "failed" in x["gone on"] for x in report.values()) else 0)

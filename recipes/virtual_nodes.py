@@ -8,19 +8,19 @@ turns, and what they send goes through the host.
 """
 
 import argparse
-import logging
-import os
-import signal
 import sys
+import time
 
 from jsonargparse.typing import PositiveInt
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+from lightning.pytorch.accelerators import CUDAAccelerator
 
-from recipes.console import bad_input, quiet_notices
+from recipes.console import arguments, bad_input, quiet_notices
+from recipes.dry_run import Configuration, check_run
 from recipes.job import in_job
+from recipes.processes import to_the_end
 
-GRACE = 60  # seconds in which ranks that are told to end may save
+OWN = ("--trainer.devices", "--trainer.num_nodes")
 
 
 def environment(node: int, nodes: int, port: int) -> dict[str, str]:
@@ -29,32 +29,30 @@ def environment(node: int, nodes: int, port: int) -> dict[str, str]:
     NCCL refuses two ranks on one GPU of one host. To it each is a host of its own (NCCL_HOSTID), reached by sockets.
     """
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node), "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(nodes), "NCCL_HOSTID": f"node-{node}", "NCCL_NET": "Socket",
-            "NCCL_SOCKET_IFNAME": "lo"}
+            "WORLD_SIZE": str(nodes), "NCCL_HOSTID": f"node-{node}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo",
+            "VLA_LM_START": time.strftime("%Y%m%d-%H%M%S")}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m recipes.virtual_nodes", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("nodes", type=PositiveInt, help="How many.")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.virtual_nodes", description=__doc__, allow_abbrev=False,
+        usage="%(prog)s NODES [--config FILE] [--KEY VALUE ...]", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("nodes", type=PositiveInt, metavar="NODES", help="How many: the first argument.")
     args, rest = parser.parse_known_args(argv)
     quiet_notices()
-    with bad_input():
+    with bad_input():  # once, before there are as many to say it
         if in_job():
             raise ValueError("this process is a task of a SLURM job, whose nodes are real: start recipes.pretrain")
-    command = ("-m", "recipes.pretrain", *rest, "--trainer.devices", "1", "--trainer.num_nodes", str(args.nodes))
-    nodes, port = range(args.nodes), find_free_network_port()
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True  # the ranks say what happened
-    ranks = start_processes("pretrain", sys.executable, {node: command for node in nodes},
-                            {node: environment(node, args.nodes, port) for node in nodes},
-                            DefaultLogsSpecs(os.devnull))  # what they say is not written anywhere else
-    try:
-        failures = ranks.wait().failures.values()  # where one has failed the others are ended
-    except SignalException as asked:
-        ranks.close(signal.Signals(asked.sigval), GRACE)
-        sys.exit(128 + asked.sigval)
-    code = min(failures, key=lambda failure: failure.timestamp).exitcode if failures else 0
-    sys.exit(code if code >= 0 else 128 - code)
+        if given := [word for word in rest if word.split("=")[0] in OWN]:
+            raise ValueError(f"{given[0]} is set by recipes.virtual_nodes, one device on each node: leave it out")
+        rest += [OWN[0], "1", OWN[1], str(args.nodes)]
+        cli = Configuration(arguments(rest), save_config_callback=None)
+        gpus = CUDAAccelerator.is_available() and cli.config.trainer.accelerator != "cpu"
+        check_run(cli, args.nodes, gpus, store=False)
+        cli.datamodule.batch_plan(args.nodes)
+    port = find_free_network_port()
+    nodes = [environment(node, args.nodes, port) for node in range(args.nodes)]
+    sys.exit(to_the_end([sys.executable, "-m", "recipes.pretrain", *rest], environments=nodes))
 
 
 if __name__ == "__main__":

@@ -26,13 +26,15 @@ class HostMemory:
         """Gets memory for copies of these, in a thread: the first snapshot of them finds it there."""
         sizes = [_kind(tensor) for tensor in tensors if tensor.numel()]
         device = torch.cuda.current_device() if any(pinned for _, pinned in sizes) else None  # a thread begins on GPU 0
-        self._reserving = threading.Thread(target=self._reserve, args=(sizes, device), daemon=True)
+        self._reserving = threading.Thread(target=self._reserve, args=(sizes, device))
         self._reserving.start()
 
     def _reserve(self, sizes: list[tuple[int, bool]], device: int | None) -> None:
         with nullcontext() if device is None else torch.cuda.device(device):
             try:
                 for size, pinned in sizes:
+                    if not threading.main_thread().is_alive():
+                        return  # the process is ending, and waits for this thread: killed within it would be an abort
                     # Written to, it is there: a system hands out pages when they are first touched.
                     self._free[size, pinned].append(_fresh(size, pinned).zero_())
             except RuntimeError:

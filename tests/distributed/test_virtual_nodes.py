@@ -67,6 +67,13 @@ def test_it_is_one_run(start, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "nothing is left in the folder for temporary files"
 
 
+def test_what_is_its_own_is_refused(capsys):
+    for words in (["--trainer.devices", "2"], ["--trainer.num_nodes=3"]):
+        with pytest.raises(SystemExit) as end:
+            virtual_nodes.main(["2", "--config", "configs/mqar.yaml", *words])
+        assert end.value.code == 2 and f"error: {words[0]} is set by recipes.virtual_n" in capsys.readouterr().err
+
+
 def test_in_a_slurm_job_it_is_refused(monkeypatch, capsys):
     for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -79,21 +86,45 @@ def test_in_a_slurm_job_it_is_refused(monkeypatch, capsys):
 def test_what_the_ranks_refuse_is_refused(start, tmp_path):
     launcher = start(3, "--model.optimizer.warmup_steps", 9)
     said, noted = launcher.communicate(timeout=120)
-    assert launcher.returncode == 2 and "error: warmup_steps 9 leaves nothing of trainer.max_steps 3" in noted
-    assert "Traceback" not in noted and not (tmp_path / "run").exists()
+    assert launcher.returncode == 2 and noted.count("error: ") == 1
+    assert "error: warmup_steps 9 leaves nothing of trainer.max_steps 3" in noted and not (tmp_path / "run").exists()
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_end_it_saves(start, tmp_path, number):
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 85)])
+def test_asked_to_end_it_saves(start, tmp_path, number, code):
     launcher = start(100_000, "--trainer.log_every_n_steps", 1)
     pids = training(launcher, tmp_path / "run")
     launcher.send_signal(number)
     said, noted = launcher.communicate(timeout=GONE_S)
-    assert launcher.returncode == 128 + number, noted
+    assert launcher.returncode == code, noted
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
     saved = list(complete_checkpoints(tmp_path / "run/checkpoints"))
     assert len(saved) == 1 and f"{saved[0].name}: go on with" in said + noted
+
+
+@pytest.mark.cluster
+def test_asked_twice_it_ends_at_once(start, tmp_path):
+    launcher = start(100_000, "--trainer.log_every_n_steps", 1)
+    pids = training(launcher, tmp_path / "run")
+    for _ in range(2):
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+    said, noted = launcher.communicate(timeout=GONE_S)
+    assert launcher.returncode == 130 and "Traceback" not in noted, noted
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.cluster
+def test_ranks_end_with_what_started_them(start, tmp_path):
+    launcher = start(100_000, "--trainer.log_every_n_steps", 1)
+    pids = training(launcher, tmp_path / "run")
+    launcher.kill()
+    end = time.monotonic() + GONE_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert len(list(complete_checkpoints(tmp_path / "run/checkpoints"))) == 1
 
 
 @pytest.mark.cluster

@@ -217,7 +217,7 @@ def test_help_shows_the_defaults(capsys):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_it_starts_ends_with_it(number, tmp_path):
     child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    parent = ("import sys; from recipes.compared import to_the_end; "
+    parent = ("import sys; from recipes.processes import to_the_end; "
               f"to_the_end([sys.executable, '-c', {child!r}], sys.stdout)")
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT)
     while not (tmp_path / "pid").exists() or not (pid := (tmp_path / "pid").read_text()):

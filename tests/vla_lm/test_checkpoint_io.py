@@ -1,5 +1,7 @@
 """Snapshots are copies in memory that is used again; errors wait for `finish`; an unfit checkpoint is answered."""
 
+import subprocess
+import sys
 import threading
 import zlib
 from collections import defaultdict
@@ -91,6 +93,13 @@ def test_memory_that_cannot_be_reserved_is_asked_for_again(tmp_path, monkeypatch
     io.save({"x": torch.ones(2)}, tmp_path / "a.ckpt")
     io.begin(None)
     assert list(io.finish()) == [str(tmp_path / "a.ckpt")] and asked == [8, 8]
+
+
+def test_a_process_may_end_while_memory_is_got():
+    script = ("import sys, torch; from vla_lm.checkpoint_io import RunCheckpointIO; io = RunCheckpointIO(); "
+              "io.reserve([torch.empty(50_000_000, device='meta')] * 50); sys.exit(3)")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
 
 
 @pytest.mark.parametrize("large", [True, False])
