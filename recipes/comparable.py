@@ -16,7 +16,7 @@ from recipes.planning import count
 FOLDER = Path(__file__).parents[1] / "configs/strategy"
 KNOWN = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 # Options of a run that are the comparison's own, beside those it puts into a command.
-OWN = {"--config", "-c", "--run_dir", "--resume", "--trainer.strategy"}
+OWN = {"--config", "-c", "--run_dir", "--resume", "--trainer.strategy", "--trainer.devices", "--trainer.num_nodes"}
 FREE = {"--model.optimizer.warmup_steps"}  # a start that may be another
 
 
@@ -31,9 +31,10 @@ def ranks(args: argparse.Namespace, strategy: str) -> int:
 
 def command(args: argparse.Namespace, rest: list[str], strategy: str) -> list[str]:
     """Arguments of recipes.pretrain."""
-    last, devices = args.steps + args.more, 1 if args.one_gpu else ranks(args, strategy)
+    last = args.steps + args.more
+    devices = () if args.one_gpu else ("--trainer.devices", ranks(args, strategy))  # recipes.virtual_nodes sets them
     return [*map(str, (
-        "--config", args.config, "--config", overlay(strategy), "--trainer.devices", devices,
+        "--config", args.config, "--config", overlay(strategy), *devices,
         "--trainer.max_steps", last, "--trainer.val_check_interval", last, "--trainer.log_every_n_steps", 1,
         "--checkpoint.every_n_train_steps", args.steps, "--checkpoint.keep_every_n_steps", args.steps,
         "--model.optimizer.warmup_steps", last // 4)), *rest]

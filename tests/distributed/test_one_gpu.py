@@ -32,7 +32,7 @@ def runs(tmp_path_factory):
         run = folder / (f"{strategy}-after-{before}" if before else strategy)
         start = ["--resume", folder / before / f"checkpoints/step={STEPS:06d}.ckpt"] if before else []
         command = [sys.executable, "-m", *recipe, "--config", "configs/longdoc-tiny.yaml", "--config",
-                   f"configs/strategy/{strategy}.yaml", "--trainer.devices", 1, "--run_dir", run, *start,
+                   f"configs/strategy/{strategy}.yaml", "--run_dir", run, *start,
                    *(text for key, value in settings.items() for text in (f"--{key}", value))]
         done = subprocess.run(list(map(str, command)), cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
                               capture_output=True, text=True, timeout=280)
