@@ -58,8 +58,8 @@ class Preemption(Callback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Around `trainer.fit`: the signals end the process until it has begun, and are heard then. After
-        :class:`Preempted` they stay ignored, so that nothing disturbs the ranks that are still on their way out; else
-        what stood before comes back."""
+        :class:`Preempted`, and any error in a job, they stay ignored, so that nothing disturbs the ranks that are still
+        on their way out or say what happened; else what stood before comes back."""
         before = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:  # the rendezvous waits in C++, where no handler of Python's is run
             signal.signal(number, signal.SIG_DFL)
@@ -67,8 +67,9 @@ class Preemption(Callback):
         Thread(target=self._end_with, args=(launcher,), daemon=True).start()
         try:
             yield
-        except Preempted:
-            before = dict.fromkeys(SIGNALS, signal.SIG_IGN)
+        except Exception as error:
+            if isinstance(error, Preempted) or self.under_scheduler:  # srun ends the others of a rank that has failed
+                before = dict.fromkeys(SIGNALS, signal.SIG_IGN)
             raise
         finally:
             self._begun.set()
