@@ -69,6 +69,21 @@ def test_the_step_is_finished_logged_and_saved(hook, step, saved, tmp_path):
     assert steps(tmp_path, "train/loss") == list(range(1, 9)) and steps(tmp_path, "val/loss") == [4, 8]
 
 
+@pytest.mark.parametrize("under_scheduler", [True, False])
+def test_a_rank_that_lost_another_may_say_so(under_scheduler, tmp_path):
+    """In a job: srun sends SIGTERM to the ranks that are left, at once."""
+    preemption = Preemption(RunCheckpoint(tmp_path), under_scheduler)
+    before = {number: signal.getsignal(number) for number in (USR1, TERM, INT)}
+    try:
+        with pytest.raises(RuntimeError), preemption.listening():
+            raise RuntimeError("Connection closed by peer")
+        after = {number: signal.getsignal(number) for number in before}
+        assert after == (dict.fromkeys(before, signal.SIG_IGN) if under_scheduler else before)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(("number", "under_scheduler", "code"), [
     (TERM, False, 143), (TERM, True, REQUEUE), (INT, False, 130), (USR1, True, REQUEUE),
 ])  # fmt: skip
