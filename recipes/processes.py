@@ -33,7 +33,8 @@ def to_the_end(command: list[str], output: IO[str] | None = None,
             if process.returncode is None:
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in SIGNALS}
+    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup's stays ignored
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
         for place, more in enumerate(environments):
             out: Any = output or (None if place == 0 else subprocess.DEVNULL)
