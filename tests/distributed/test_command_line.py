@@ -24,6 +24,9 @@ SIZES = {"model.config.d_model": 128, "model.config.n_heads": 2, "data.row_token
          "trainer.max_steps": 4, "trainer.val_check_interval": 4, "trainer.log_every_n_steps": 1,
          "model.optimizer.warmup_steps": 1, "checkpoint.every_n_train_steps": 2, "trainer.accelerator": "cpu"}
 
+KEYS = {"config": "trainer.strategy.init_args.config", "again": "model.config.activation_checkpointing"}
+WHOLE_BLOCKS = (ROOT / "configs/strategy/zero3.yaml").read_text().rpartition("# config: ")[2].strip()
+
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory):
@@ -32,14 +35,15 @@ def losses(tmp_path_factory):
     store = write_store(folder)
 
     def of(overlay, after=None, **changes):
-        name = "-".join([overlay, *(["after", after] if after else []), *map(str, changes.values())])
+        values = (re.sub(r"\W+", "_", str(value)) for value in changes.values())
+        name = "-".join([overlay, *(["after", after] if after else []), *values])
         if name not in found:
             if after:
                 of(after)
             settings = SIZES | {"data.store": store, "data.source": "null", "data.vocab_size": "null",
                                 "trainer.devices": 1 if overlay == "single" else 2, "run_dir": folder / name}
             settings |= {"resume": folder / after / "checkpoints/step=000002.ckpt"} if after else {}
-            settings |= {f"trainer.{key}": value for key, value in changes.items()}
+            settings |= {KEYS.get(key, f"trainer.{key}"): value for key, value in changes.items()}
             command = [sys.executable, "-W", "ignore", SCRIPT, "--config", ROOT / "configs/longdoc-tiny.yaml",
                        "--config", ROOT / f"configs/strategy/{overlay}.yaml",
                        *(text for key, value in settings.items() for text in (f"--{key}", value))]
@@ -48,6 +52,7 @@ def losses(tmp_path_factory):
             done = subprocess.run(list(map(str, command)), env=environment, cwd=folder, capture_output=True, text=True,
                                   timeout=240)
             assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+            assert "did not match any modules" not in done.stdout + done.stderr, "DeepSpeed, of leaf_module"
             late = re.findall(r"got during saves: (\d+) bytes", done.stdout)
             assert len(late) == settings["trainer.devices"] and max(map(int, late)) < 1000, "counters of steps alone"
             lines = read_metrics(folder / name / "metrics.jsonl")
@@ -78,3 +83,11 @@ def test_without_clipping_it_is_the_same_to_the_bit(losses, overlay):
     """With it DeepSpeed's norm of all gradients ends in another bit."""
     alone = losses("single", gradient_clip_val="null", precision="bf16-mixed")
     assert losses(overlay, gradient_clip_val="null", precision="bf16-mixed", devices=1) == alone
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("again", ["false", "true"])
+def test_blocks_that_are_gathered_whole(losses, again):
+    """As the last comment of zero3.yaml has it; recomputed, their parameters are gathered once more."""
+    assert "Block" in WHOLE_BLOCKS
+    assert losses("zero3", config=WHOLE_BLOCKS, again=again) == pytest.approx(losses("single"), rel=1e-5)
