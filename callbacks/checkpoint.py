@@ -1,7 +1,6 @@
 """Saves a run so that a kill at any moment, or a full disk, leaves the older checkpoint usable."""
 
 import os
-import shutil
 import time
 from math import isfinite
 from pathlib import Path
@@ -9,13 +8,16 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import distributed
 
 from callbacks.allocated import saved
-from callbacks.retention import monitored, prune, set_aside_after
+from callbacks.retention import make_room, monitored, prune, set_aside_later
 from callbacks.together import together
-from vla_lm.checkpoint_files import complete_checkpoints, publish, read_marker, remove, step_of, write_marker
+from vla_lm.checkpoint_files import publish, read_marker, remove, step_of, write_marker
 from vla_lm.checkpoint_io import WAIT, RunCheckpointIO
+
+ENDING = 60.0  # seconds that a failed run waits for the file it is writing
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -38,50 +40,57 @@ class RunCheckpoint(ModelCheckpoint):
         background: false: training waits until a checkpoint is written, and needs no memory for a copy.
     """
 
-    def __init__(
-        self, dirpath: str | Path | None = None, every_n_train_steps: int = 500, keep_last: int = 2, keep_best: int = 1,
-        keep_every_n_steps: int | None = None, monitor: str = "val/loss", mode: str = "min", background: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, dirpath: str | Path | None = None, every_n_train_steps: int = 500, keep_last: int = 2,
+                 keep_best: int = 1, keep_every_n_steps: int | None = None, monitor: str = "val/loss",
+                 mode: str = "min", background: bool = True) -> None:
         if min([every_n_train_steps, keep_last, *{keep_every_n_steps} - {None}]) < 1 or keep_best < 0:
             raise ValueError(f"every_n_train_steps {every_n_train_steps}, keep_last {keep_last}, keep_every_n_steps "
                              f"{keep_every_n_steps}, keep_best {keep_best}: use at least 1, for keep_best at least 0.")
         super().__init__(dirpath, monitor=monitor, mode=mode, save_top_k=-1, every_n_train_steps=every_n_train_steps)
         self.keep_last, self.keep_best, self.keep_every = keep_last, keep_best, keep_every_n_steps
-        self.io, self._pending, self._score = RunCheckpointIO(background), None, None
+        self.io, self._pending, self._score, self._step = RunCheckpointIO(background), None, None, 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.dirpath = trainer.strategy.broadcast(str(self.dirpath or Path(trainer.default_root_dir) / "checkpoints"))
         trainer.strategy.checkpoint_io = self.io
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last_global_step_saved = trainer.global_step  # what it starts from is saved already, or is step 0
-        if trainer.is_global_zero:
-            set_aside_after(Path(self.dirpath), trainer.global_step)
-        trainer.strategy.barrier()
+        self._last_global_step_saved = self._step = trainer.global_step  # what it starts from is saved, or is step 0
+        set_aside_later(trainer, Path(self.dirpath))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._step:  # it stands still during accumulation
+            return
+        self._step = trainer.global_step
         self.settle(trainer, wait=False)
-        if trainer.global_step != self._last_global_step_saved:  # it stands still during accumulation
-            self.io.reserve(saved(trainer, pl_module))  # after a first step all of it is there
-            if trainer.global_step % self._every_n_train_steps == 0:
-                self.save(trainer, wait=WAIT)
+        self.io.reserve(saved(trainer, pl_module))  # after a first step all of it is there
+        if self._step % self._every_n_train_steps == 0:
+            self.save(trainer, wait=WAIT)
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         self.save(trainer)
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.world_size == 1:  # several ranks may not all be here, so they cannot agree
+        if trainer.world_size == 1:
             self.settle(trainer, wait=True)
+        self.io.join(ENDING)  # several ranks may not all be here, so they cannot agree
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.settle(trainer, wait=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the score of the checkpoint saved at this step; saving comes before validation."""
+        self.settle(trainer, wait=False)
         score = monitored(trainer.callback_metrics, self.monitor)
         if score is not None and isfinite(score) and self._last_global_step_saved == trainer.global_step:
             self._score = (trainer.global_step, float(score))
             if trainer.is_global_zero and self._pending is None and self._last_checkpoint_saved:
                 path = Path(self._last_checkpoint_saved)
-                write_marker(path, read_marker(path) | {"score": float(score)})
-                self._prune()
+                try:
+                    write_marker(path, read_marker(path) | {"score": float(score)})
+                    self._prune()
+                except OSError as error:
+                    rank_zero_warn(f"{path} cannot be one of the best: its score was not written ({error})")
 
     def state_dict(self) -> dict[str, Any]:
         return {}  # the markers in the folder hold it all, so there is nothing to load
@@ -101,12 +110,13 @@ class RunCheckpoint(ModelCheckpoint):
 
         def snapshot() -> None:
             try:
-                trainer.save_checkpoint(aside)
+                with self.io.deferred():
+                    trainer.save_checkpoint(aside)
             except (OSError, RuntimeError):
-                trainer.strategy.barrier()  # the one at the end of save_checkpoint, where the other ranks wait
+                trainer.strategy.barrier()  # Lightning's after a save: there the others wait, or all have failed
                 raise
 
-        together(trainer, aside, lambda: trainer.is_global_zero and self._make_room(trainer, aside))
+        together(trainer, aside, lambda: trainer.is_global_zero and make_room(trainer, aside))
         together(trainer, aside, snapshot)
         self._last_global_step_saved, self._pending = step, aside
         self.io.begin(wait)
@@ -125,16 +135,6 @@ class RunCheckpoint(ModelCheckpoint):
         crc = {os.path.relpath(file, aside): value for rank in sums for file, value in rank.items()}
         together(trainer, aside, lambda: trainer.is_global_zero and self._publish(aside, crc))
         self._last_checkpoint_saved = self.last_model_path = str(aside.with_suffix(""))
-
-    def _make_room(self, trainer: Trainer, aside: Path) -> None:
-        """Refuses before writing when the newest checkpoint's size does not fit again."""
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        remove(aside)
-        sizes = [marker["bytes"] for marker in complete_checkpoints(aside.parent).values()]
-        if sizes and shutil.disk_usage(aside.parent).free < sizes[-1]:
-            raise OSError(f"it needs about {sizes[-1] / 1e6:,.1f} MB")
-        if hasattr(trainer.strategy, "deepspeed_engine"):  # else DeepSpeed does it between two collectives
-            (aside / "checkpoint").mkdir(parents=True)
 
     def _publish(self, aside: Path, crc: dict[str, int]) -> None:
         path, link = aside.with_suffix(""), aside.with_name("last.ckpt.partial")

@@ -1,13 +1,16 @@
 """Stops a run before a non-finite loss or gradient reaches the weights."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from vla_lm.checkpoint_files import newest_complete
+from callbacks.checkpoint import RunCheckpoint
 from callbacks.gradients import at_step_boundary, layer_of, norm_dtype, owned_gradients
+from callbacks.together import CheckpointError
+from vla_lm.checkpoint_files import newest_complete
 
 
 class NonFiniteError(RuntimeError):
@@ -76,6 +79,10 @@ class FiniteGuard(Callback):
             )
         elif not losses:
             parts.append("the squared gradient norm overflows float32")
+        for checkpoint in trainer.checkpoint_callbacks:
+            if isinstance(checkpoint, RunCheckpoint):
+                with suppress(CheckpointError):  # all ranks are here: what is being written is a good one
+                    checkpoint.settle(trainer, wait=True)
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)
         good = newest_complete(folder) if folder else None
         raise NonFiniteError(

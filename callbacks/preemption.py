@@ -53,6 +53,7 @@ class Preemption(Callback):
     def __init__(self, checkpoint: RunCheckpoint, under_scheduler: bool = False) -> None:
         self.checkpoint, self.under_scheduler = checkpoint, under_scheduler
         self.received: signal.Signals | None = None
+        self._heard = SIGNALS
         self._step, self._leaving_by, self._begun = 0, None, Event()
 
     @contextmanager
@@ -61,7 +62,9 @@ class Preemption(Callback):
         :class:`Preempted`, and any error in a job, they stay ignored, so that nothing disturbs the ranks that are still
         on their way out or say what happened; else what stood before comes back."""
         before = {number: signal.getsignal(number) for number in SIGNALS}
-        for number in SIGNALS:  # the rendezvous waits in C++, where no handler of Python's is run
+        if before[signal.SIGINT] == signal.SIG_IGN:  # a script's background process: Ctrl-C is not meant for it
+            self._heard = (signal.SIGUSR1, signal.SIGTERM)
+        for number in self._heard:  # the rendezvous waits in C++, where no handler of Python's is run
             signal.signal(number, signal.SIG_DFL)
         launcher = int(os.environ.setdefault(LAUNCHER, str(os.getpid())))
         Thread(target=self._end_with, args=(launcher,), daemon=True).start()
@@ -85,10 +88,13 @@ class Preemption(Callback):
 
     def _listen(self) -> None:
         self._begun.set()
-        for number in SIGNALS:
+        for number in self._heard:
             signal.signal(number, self._receive)
 
-    # Lightning puts a handler of its own, which runs a collective inside it, before each of these.
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Lightning's handler of SIGTERM runs a collective inside it, wherever it comes, and so waits for ever.
+        trainer._signal_connector.register_signal_handlers = lambda: None
+
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._listen()
 

@@ -1,16 +1,19 @@
-"""Which checkpoints of a run stay, and which make way."""
+"""Room for a run's checkpoints: which stay, and which make way."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from callbacks.together import CheckpointError, agree
 from vla_lm.checkpoint_files import beside, complete_checkpoints, marker_of, remove, step_of
 
 
 def prune(folder: Path, keep_last: int, keep_best: int, keep_every: int | None, mode: str) -> list[Path]:
-    """Removes the others and what a killed save left; the best by their markers' scores, best first.
+    """Removes the others and what a killed save left half-written; the best by their markers' scores, best first.
 
     A neutral checkpoint that a person exported stays; one that a resume made goes with the checkpoint it was made of.
 
@@ -31,6 +34,17 @@ def prune(folder: Path, keep_last: int, keep_best: int, keep_every: int | None, 
     return best
 
 
+def make_room(trainer: Trainer, aside: Path) -> None:
+    """Clears the place of the checkpoint to be written; OSError where the newest one's size does not fit again."""
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    remove(aside)
+    sizes = [marker["bytes"] for marker in complete_checkpoints(aside.parent).values()]
+    if sizes and shutil.disk_usage(aside.parent).free < sizes[-1]:
+        raise OSError(f"it needs about {sizes[-1] / 1e6:,.1f} MB")
+    if hasattr(trainer.strategy, "deepspeed_engine"):  # else DeepSpeed does it between two collectives
+        (aside / "checkpoint").mkdir(parents=True)
+
+
 def monitored(metrics: dict[str, Any], monitor: str) -> Any:
     """The metric that ranks checkpoints; where there is none of that name, a warning names those there are."""
     if monitor not in metrics:
@@ -40,8 +54,20 @@ def monitored(metrics: dict[str, Any], monitor: str) -> Any:
     return metrics.get(monitor)
 
 
-def set_aside_after(folder: Path, step: int) -> None:
-    """Renames whole checkpoints of later steps to ….superseded: a run goes on from ``step``, to write its own."""
+def set_aside_later(trainer: Trainer, folder: Path) -> None:
+    """Renames whole checkpoints of later steps to ….superseded: the run will write its own. All ranks call it.
+
+    Raises:
+        CheckpointError: on all ranks, where they cannot be renamed.
+    """
+    step = trainer.global_step
+    _, problem = agree(trainer, lambda: trainer.is_global_zero and _set_aside_after(folder, step))
+    if problem is not None:
+        raise CheckpointError(f"Checkpoints in {folder} of steps after {step} cannot be renamed: {problem}. Make the "
+                              "folder writable, or go on in another one (--run_dir).")
+
+
+def _set_aside_after(folder: Path, step: int) -> None:
     for path, marker in complete_checkpoints(folder, kinds=("neutral", "ckpt")).items():
         if marker["step"] > step:
             superseded = beside(path, ".superseded")

@@ -47,13 +47,14 @@ def check(args: argparse.Namespace, others: list[str]) -> None:
         args: those of recipes.strategies.
         others: a person's for recipes.pretrain, put after the comparison's own.
     """
-    first, numbers = command(args, [], args.strategies[0]), [ranks(args, name) for name in args.strategies]
-    own = OWN | {word for word in first if word.startswith("--")} - FREE
+    commands, numbers = [command(args, [], name) for name in args.strategies], [ranks(args, n) for n in args.strategies]
+    own = OWN | {word for word in commands[0] if word.startswith("--")} - FREE
     for name in (word.split("=")[0] for word in others if word.startswith("-")):
         if any(key.startswith(name) or name.startswith(f"{key}.") for key in own):  # a key, its start, a part of it
             raise ValueError(f"{name} is set by recipes.strategies, the same for all runs: leave it out; --steps and "
                              "--more say how long, --strategies and --devices on what, --out where")
-    cli = Configuration(arguments([*first, *others]), save_config_callback=None)
+    runs = [Configuration(arguments([*one, *others]), save_config_callback=None) for one in commands]
+    cli = runs[0]
     config, there = cli.config.as_dict(), CUDAAccelerator.auto_device_count()
     accelerator = config["trainer"]["accelerator"]
     most = 1 if args.one_gpu else max(numbers)
@@ -63,9 +64,9 @@ def check(args: argparse.Namespace, others: list[str]) -> None:
         raise ValueError(f"trainer.accelerator is {accelerator} and --devices asks for {count(most, 'GPU')}, this "
                          f"machine has {there}: {mend}, or start it where they are")
     check_machine(config["trainer"])
-    check_run(cli, numbers[0], gpus, store=False)
-    for number in {*numbers}:
-        cli.datamodule.batch_plan(number)
+    for run, number in zip(runs, numbers):
+        check_run(run, number, gpus, store=False)
+        run.datamodule.batch_plan(number)
 
 
 def claim(folder: Path, setting: dict, files: list[Path]) -> bool:

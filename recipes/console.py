@@ -1,9 +1,7 @@
 """How a recipe speaks to the person who started it."""
 
-import logging
 import re
 import sys
-import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,19 +11,10 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from yaml import YAMLError
 
+from recipes.room import no_room
 from vla_lm.checkpoint_files import run_config
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "configs/mqar.yaml"
-
-# Notices of libraries about their own affairs, which a person who trains can do nothing about.
-_NOTICES = ("litlogger", "`weights_only` was not set", "isinstance(treespec, LeafSpec)", "does not have many workers",
-            "torch.jit.script", "TPU available", "It is recommended to use `self.log(",
-            "smaller than the logging interval", "The `srun` command is available", "Seed set to", "GPU available: ",
-            "`Trainer.fit` stopped", "SLURM auto-requeueing",
-            "Setting accelerator to CPU",  # DeepSpeed's: preflight plans for other machines, pretrain refuses
-            "To properly utilize them",  # float32 matmuls: the precision is the configuration's
-            "The AccumulateGrad node's stream does not match",  # Lightning builds DDP on a stream of its own
-            "A module has unknown inputs or outputs type")  # ZeRO-3, of the Transformer: it has no own parameters
 
 
 def arguments(argv: list[str]) -> list[str]:
@@ -57,7 +46,7 @@ def bad_input() -> Iterator[None]:
     try:
         yield
     except (ArgumentError, MisconfigurationException, ValueError, TypeError, OSError, ImportError, YAMLError) as error:
-        print(f"error: {plain(str(error))}", file=sys.stderr)
+        print(f"error: {no_room(error) or plain(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -86,15 +75,3 @@ def plain(message: str) -> str:
     if "is not accepted" in reason:
         reason += "; python -m recipes.pretrain --print_config lists every key"
     return f"{next(iter(keys))}: {reason}" if keys else reason
-
-
-def quiet_notices() -> None:
-    """Leave the libraries' notices about themselves out of the output; warnings about the run stay."""
-    def wanted(record: logging.LogRecord) -> bool:
-        return not any(notice in record.getMessage() for notice in _NOTICES)
-
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.trainer.connectors.checkpoint_connector",
-                 "lightning.fabric.utilities.rank_zero", "lightning.fabric.utilities.seed", "DeepSpeed"):
-        logging.getLogger(name).addFilter(wanted)
-    for notice in _NOTICES:
-        warnings.filterwarnings("ignore", message=f"(?s).*{re.escape(notice)}")

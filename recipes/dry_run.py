@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from callbacks import RunCheckpoint, StateNorms, Throughput
 from recipes.configuration import PretrainCLI
-from recipes.planning import strategy_of
+from recipes.planning import FULL_NAME, strategy_of
 from vla_lm.checkpoints import check_compatible
 from vla_lm.config import ModelConfig, OptimizerConfig
 from vla_lm.module import LanguageModel
@@ -55,6 +55,7 @@ def check_run(cli: Configuration, ranks: int, cuda: bool, store: bool) -> None:
     if isinstance(strategy, DeepSpeedStrategy):
         DeepSpeedPrecision(asked["precision"] or "32-true")
     given = {name: value if asked[name] is None else asked[name] for name, value in UNSET.items()}
+    given["precision"] = FULL_NAME.get(asked["precision"], asked["precision"])
     check_trainer(SimpleNamespace(**given, accelerator=CUDAAccelerator() if cuda else CPUAccelerator(),
                                   strategy=strategy, checkpoint_callback=checkpoint), fields["config"]["backend"])
     optimizer = OptimizerConfig.from_dict(fields["optimizer"])

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import distributed
 
@@ -24,22 +23,26 @@ _LOST = re.compile(r"Connection closed by peer|Connection reset by peer|Timed ou
 
 
 @contextmanager
-def stopped_by(*errors: type[Exception], folder: Path, source: Path | None = None) -> Iterator[None]:
+def stopped_by(*errors: type[Exception], folder: Path, source: Path | None = None,
+               trainer: Trainer | None = None) -> Iterator[None]:
     """Around a run: these errors say all there is to say, so the process ends with their message alone, exit code 3.
 
     A full disk, data that does not come and a rank that is gone end it so too, with the line to type next. A run that
-    was asked to end and is saved: that line, and `Preempted.code`. A signal that could not wait for that: that line,
-    and exit code 130 for Ctrl-C, 143 for SIGTERM.
+    was asked to end and is saved: that line, and `Preempted.code`. A second Ctrl-C, which does not wait for that: that
+    line, and exit code 130.
 
     Args:
         folder: the run's.
         source: the checkpoint that the run started from; None: from step 0.
+        trainer: the run's; None: there are no other ranks to take leave of.
     """
     try:
         yield
     except Preempted as stop:
         if rank_zero_only.rank == 0:
             print(f"stopped by {stop}: {_next(folder, source)}", file=sys.stderr)
+        if trainer is not None:
+            leave(trainer)
         # One code a job: a launcher would take another rank's for a fault and end rank 0 with it.
         sys.exit(stop.code if rank_zero_only.rank == 0 else 0)
     except errors as error:
@@ -51,9 +54,9 @@ def stopped_by(*errors: type[Exception], folder: Path, source: Path | None = Non
             raise
         print(f"stopped: {reason}. Complete checkpoints are whole: {_next(folder, source)}", file=sys.stderr)
         sys.exit(3)
-    except (KeyboardInterrupt, SystemExit) as stop:  # Lightning ends the process itself at Ctrl-C, with a plain exit(1)
+    except (KeyboardInterrupt, SystemExit):  # Lightning ends the process itself at Ctrl-C, with a plain exit(1)
         print(f"stopped by a signal: {_next(folder, source)}", file=sys.stderr)
-        sys.exit(143 if isinstance(stop, SIGTERMException) else 130)
+        sys.exit(130)
 
 
 def leave(trainer: Trainer) -> None:

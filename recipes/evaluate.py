@@ -18,7 +18,8 @@ from rich.progress import track
 from callbacks.run_folder import write_aside
 from data import DocumentsDataModule
 from recipes.console import bad_input
-from recipes.evaluated import LENGTHS, PAIRS, check_writable, keep_earlier, recall_cells, run_data
+from recipes.evaluated import LENGTHS, PAIRS, check_writable, in_memory, keep_earlier, recall_cells, run_data
+from recipes.notices import quiet_notices
 from vla_lm.checkpoints import check_data, checkpoint_step, complete_checkpoint, load_model
 from vla_lm.evaluation import mqar, perplexity, report
 
@@ -46,6 +47,7 @@ def parse(argv: list[str] | None) -> Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args, console = parse(argv), Console()
+    quiet_notices()
     with bad_input():
         path = complete_checkpoint(args.checkpoint, verify=True)
         (source, settings, folder), loaders, task, cells = run_data(path), [], {}, []
@@ -66,7 +68,8 @@ def main(argv: list[str] | None = None) -> None:
         found = perplexity.evaluate(model, track(batches, "held-out documents", console=console))
         results["documents"] = {"all_rows": args.held_out_rows is None, "val_rows": settings.get("val_rows"), **found}
     for pairs, length, data in track(cells, "recall", console=console) if cells else []:
-        task["grid"] += [{"n_pairs": pairs, "length": length, **mqar.evaluate(model, data.val_dataloader()[0])}]
+        with in_memory(min(args.batch_rows, task["rows"]), length):
+            task["grid"] += [{"n_pairs": pairs, "length": length, **mqar.evaluate(model, data.val_dataloader()[0])}]
     if task:
         results["mqar"] = task
     console.print(*report.tables(results), sep="\n")

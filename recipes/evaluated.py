@@ -1,10 +1,13 @@
 """What a checkpoint is evaluated on: the run's own data, and a grid of recall tasks."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count, product
 from pathlib import Path
 from tempfile import TemporaryFile
 
+import torch
 import yaml
 from jsonargparse import Namespace
 
@@ -34,6 +37,19 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         raise ValueError(f"{folder} cannot be written to ({error.strerror}): make room there, or evaluate a copy of "
                          "the checkpoint and its marker elsewhere") from None
+
+
+@contextmanager
+def in_memory(rows: int, length: int) -> Iterator[None]:
+    """Around a cell of the grid: one that takes more memory than there is ends the process, exit code 3."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        print(f"stopped: not enough memory for {rows} rows of {length:,} tokens at once: give a smaller --batch_rows, "
+              "or shorter --lengths", file=sys.stderr)
+        sys.exit(3)
 
 
 def recall_cells(args: Namespace, source: str, settings: dict,

@@ -19,7 +19,8 @@ from vla_lm import strategy as registered  # noqa: F401 - zero1, zero2, zero3 an
 from vla_lm.config import ModelConfig
 from vla_lm.memory_plan import MemoryPlan, Sharding, plan_memory
 
-_SHORT = {None: "32-true", 32: "32-true", "32": "32-true", "bf16": "bf16-mixed"}  # Lightning's short forms
+# Lightning's short forms of trainer.precision.
+FULL_NAME = {None: "32-true", 32: "32-true", "32": "32-true", "bf16": "bf16-mixed", 64: "64-true", "64": "64-true"}
 
 
 def count(number: int | str, thing: str) -> str:
@@ -51,7 +52,7 @@ def memory(config: dict[str, Any], data: Any, ranks: int, device: str) -> Memory
         device: "cuda" or "cpu".
     """
     trainer, fields, plan = config["trainer"], config["model"]["config"], data.batch_plan(ranks)
-    precision = _SHORT.get(trainer["precision"], trainer["precision"])
+    precision = FULL_NAME.get(trainer["precision"], trainer["precision"])
     model = ModelConfig.from_dict(fields | {"vocab_size": fields["vocab_size"] or data.vocab_size})
     sharding = Sharding.of(strategy_of(trainer, ranks), precision, ranks)
     return plan_memory(model, sharding, plan.micro_rows, data.row_tokens, plan.accumulation,

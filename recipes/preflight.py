@@ -17,9 +17,10 @@ import sys
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from recipes.cluster import on_gpus, problems
-from recipes.console import arguments, bad_input, quiet_notices
+from recipes.console import arguments, bad_input
 from recipes.dry_run import Configuration, check_run, gpu_gb
 from recipes.job import Job
+from recipes.notices import quiet_notices
 from recipes.planning import count, memory, store_problem, strategy_of
 from vla_lm.memory_plan import size
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from data.corpus import Corpus
 from data.store_request import StoreRequest
 from data.token_store import TokenStore, prepare_store
+from recipes.room import no_room
 
 DEFAULT_OUT, DEFAULT_VOCAB = "stores/sotu-4k", 4096
 
@@ -29,7 +30,8 @@ def main(args: list[str] | None = None) -> int:
         request = StoreRequest(corpus, vocab_size, options.tokenizer, options.heldout)
         store, made = prepare_store(options.out, request, options.workers, check_content=True)
     except (ValueError, TypeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        told = no_room(error)
+        print(f"error: {f'{told} with --out' if told else error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: nothing was kept", file=sys.stderr)

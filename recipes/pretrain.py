@@ -17,8 +17,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from callbacks import CheckpointError, NonFiniteError
 from callbacks.run_lock import claimed
 from recipes.configuration import PretrainCLI
-from recipes.console import arguments, bad_input, quiet_notices
+from recipes.console import arguments, bad_input
 from recipes.ending import leave, stopped_by
+from recipes.notices import quiet_notices
 from vla_lm.checkpoint_io import NoNeutralForm
 from vla_lm.checkpoints import check_compatible
 from vla_lm.optimization import schedule
@@ -43,7 +44,8 @@ def main(argv: list[str] | None = None) -> None:
                              cli.config.trust_pickle)
         cli.lock = claimed(cli.run_dir) if trainer.is_global_zero else None  # held while cli lives
     name = shlex.quote(str(cli.run_dir))
-    ended = stopped_by(NonFiniteError, CheckpointError, NoNeutralForm, folder=cli.run_dir, source=cli.checkpoint)
+    ended = stopped_by(NonFiniteError, CheckpointError, NoNeutralForm, folder=cli.run_dir, source=cli.checkpoint,
+                       trainer=trainer)
     with ended, cli.preemption.listening():
         trainer.fit(model, datamodule=data, ckpt_path=cli.checkpoint)
         leave(trainer)

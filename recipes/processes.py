@@ -17,7 +17,8 @@ def to_the_end(command: list[str], output: IO[str] | None = None,
                environments: Sequence[Mapping[str, str]] = ({},)) -> int:
     """Exit code of a command's processes: 0, or that of the first that failed, 128 + n where signal n ended it.
 
-    A signal reaches all of them, as often as it is sent, and this process ends as they do: SystemExit, once they have.
+    A signal reaches all of them, as often as it is sent, and ends this process too, once they have ended: SystemExit
+    with their code, or 128 + n where that is 0.
     Where one fails the others are asked to end (SIGTERM), later killed. They do not outlive this process.
 
     Args:

@@ -19,7 +19,8 @@ from rich.table import Table
 from callbacks.run_folder import write_aside
 from recipes.comparable import KNOWN, check, claim, command, overlay, ranks
 from recipes.compared import apart, train
-from recipes.console import bad_input, quiet_notices
+from recipes.console import bad_input
+from recipes.notices import quiet_notices
 
 COLUMNS = (("tokens_per_second", "tokens/s", 0), ("peak_gb", "peak, GB", 2), ("planned_gb", "planned, GB", 2))
 # The description as it is written, and each default.

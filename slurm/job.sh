@@ -9,7 +9,7 @@ export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # Where the ranks meet: the first node, and a port that jobs sharing a node do not share.
 export MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
-export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}
 
 # Compiled kernels on each node's own disk: hundreds of processes that write one shared folder slow each other down.
 export VLA_LM_CACHE=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/vla-lm-$SLURM_JOB_ID

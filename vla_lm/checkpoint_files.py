@@ -129,6 +129,16 @@ def read_marker(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ValueError: there is no whole checkpoint at `path`; the message says what is wrong with it.
     """
     path = Path(path).resolve()  # last.ckpt is a link
+    marker, wrong = _judged(path, verify)
+    if wrong:
+        raise ValueError(f"Checkpoint {path} {wrong}. Use another one in {path.parent}, or the run's folder, "
+                         "which picks the newest whole one.")
+    return marker
+
+
+def _judged(path: Path, verify: bool) -> tuple[dict[str, Any], str | None]:
+    # What its marker says, and what is wrong with it.
+    marker = {}
     try:
         marker = json.loads(marker_of(path).read_text())
         _check_marker(marker)
@@ -145,10 +155,7 @@ def read_marker(path: str | Path, verify: bool = False) -> dict[str, Any]:
         wrong = f"has an unreadable marker {marker_of(path).name}: it is no JSON in UTF-8"
     except TypeError as error:
         wrong = f"has an unreadable marker {marker_of(path).name}: {error}"
-    if wrong:
-        raise ValueError(f"Checkpoint {path} {wrong}. Use another one in {path.parent}, or the run's folder, "
-                         "which picks the newest whole one.")
-    return marker
+    return marker, wrong
 
 
 def _check_marker(marker: Any) -> None:
@@ -191,14 +198,17 @@ def newest_complete(folder: str | Path, verify: bool = False) -> Path | None:
         verify: compare checksums too, so that damage at equal size is found; reads the whole checkpoint.
     """
     folder = Path(folder)
-    inner = folder / "checkpoints"
+    inner, passed = folder / "checkpoints", []
     for path in reversed(_candidates(inner if inner.is_dir() else folder, ("neutral", "ckpt"))):
-        try:
-            read_marker(path, verify)
-            return path
-        except ValueError as error:
-            rank_zero_warn(f"Passed over: {error}")
-    return None
+        if not (wrong := _judged(path.resolve(), verify)[1]):
+            break
+        passed.append(f"{path.name} {wrong}")
+    else:
+        path = None
+    if passed:
+        rank_zero_warn(f"Passed over in {folder}: {'; '.join(passed)}; "
+                       + (f"taken instead: {path.name}" if path else "there is no whole checkpoint"))
+    return path
 
 
 def _candidates(folder: str | Path, kinds: tuple[str, ...]) -> list[Path]:

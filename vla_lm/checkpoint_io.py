@@ -3,7 +3,9 @@
 import errno
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +31,17 @@ class NoNeutralForm(ValueError):
 class RunCheckpointIO(TorchCheckpointIO):
     """Lightning's reading and writing of checkpoints, and DeepSpeed's writing.
 
-    Writing takes a snapshot in host memory that is kept (`reserve` gets it beforehand), and goes on in a thread:
-    `begin` starts it, `done` asks, `finish` waits. An error is raised by `finish` alone, so that a rank whose disk is
-    full never leaves the others in the middle of a collective save.
+    What is saved within `deferred` is copied into host memory that is kept (`reserve` gets it beforehand), and written
+    in a thread: `begin` starts it, `done` asks, `finish` waits. An error is raised by `finish` alone, so that a rank
+    whose disk is full never leaves the others in the middle of a collective save. What others save is written at once.
 
     Args:
-        background: False writes at once, without a snapshot.
+        background: False writes all at once, without a snapshot.
     """
 
     def __init__(self, background: bool = True) -> None:
         self.background = background
-        self._memory, self._reserved = HostMemory(), False
+        self._memory, self._reserved, self._deferred = HostMemory(), False, False
         self._jobs: list[tuple[Any, Path]] = []
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
@@ -51,11 +53,35 @@ class RunCheckpointIO(TorchCheckpointIO):
             self._reserved = True
             self._memory.reserve(tensors)
 
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Around the saving of one checkpoint, whose files `finish` is to give the checksums of."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def guarded(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """The action, but within `deferred` its error is raised by `finish`: other ranks are in collectives."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            try:
+                return action(*args, **options)
+            except (OSError, RuntimeError) as error:
+                if not self._deferred:
+                    raise
+                self._problem = error
+
+        return run
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.save(checkpoint, path)
 
     def save(self, state_dict: Any, path: str | Path) -> None:
         """Takes the snapshot of a file to write; `torch.save`'s content, also of DeepSpeed's checkpoint engine."""
+        if not self._deferred:
+            return super().save_checkpoint(state_dict, path)
         path = Path(path)
         try:
             if self.background:
@@ -77,6 +103,11 @@ class RunCheckpointIO(TorchCheckpointIO):
         self._thread = threading.Thread(target=self._write_all, daemon=True)
         self._thread.start()
         self._thread.join(wait)
+
+    def join(self, seconds: float) -> None:
+        """Waits for the end of writing: a thread that still writes when Python ends would abort the process."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def done(self) -> bool:
         """Whether all is written, or has failed."""
@@ -177,6 +208,8 @@ class AnyCheckpoint:
         engine, path = self.deepspeed_engine, self.broadcast(filepath)
         if isinstance(self.checkpoint_io, RunCheckpointIO):
             engine.checkpoint_engine.save = self.checkpoint_io.save
+            for name in ("_save_checkpoint", "_save_zero_checkpoint"):  # what a rank does between two collectives
+                setattr(engine, name, self.checkpoint_io.guarded(partial(getattr(type(engine), name), engine)))
         engine._copy_recovery_script = lambda save_path: None
         own = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         engine.save_checkpoint(str(path), client_state=own, tag="checkpoint", save_latest=False)

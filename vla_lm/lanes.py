@@ -1,7 +1,8 @@
 """States that a long document carries from one batch to the next, kept by the global index of its lane."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -62,13 +63,13 @@ class LaneStates:
     def state_dict(self) -> dict:
         """Lanes of all ranks, as `own`, on the first; empty on the others.
 
-        Every rank must call it, with equally many lanes.
+        Every rank must call it, with equally many lanes. RuntimeError on all where one has no memory for it.
         """
-        own = self.own()
         if not self._groups or not distributed.is_available() or not distributed.is_initialized():
-            return own
+            return self.own()
+        where = next(iter(self._groups.values()))[0].length.device
+        own = _on_all(self.own, where)
         layers = [{name: _on_first_rank(tensor) for name, tensor in layer.items()} for layer in own["layers"]]
-        where = next(iter(own["layers"][0].values())).device
         lanes = _on_first_rank(torch.tensor(own["lanes"], device=where)).tolist()
         return {"lanes": lanes, "layers": layers} if lanes else {}
 
@@ -113,6 +114,21 @@ def merged(parts: Sequence[dict]) -> dict:
 def _on_first_rank(tensor: Tensor) -> Tensor:
     # [n, ...] on each rank -> [world * n, ...] on the host of the first, [0, ...] on the others
     first = distributed.get_rank() == 0
-    out = [torch.empty_like(tensor) for _ in range(distributed.get_world_size())] if first else None
+    world = distributed.get_world_size()
+    out = _on_all(lambda: [torch.empty_like(tensor) for _ in range(world)] if first else None, tensor.device)
     distributed.gather(tensor.contiguous(), out, dst=0)
     return torch.cat(out).cpu() if first else tensor[:0]
+
+
+def _on_all(action: Callable[[], Any], device: torch.device) -> Any:
+    """What the action gives; a RuntimeError, as of a full GPU, on one rank is one on all: none waits for another."""
+    problem, result = None, None
+    try:
+        result = action()
+    except RuntimeError as error:
+        problem = error
+    failed = torch.tensor(float(problem is not None), device=device)
+    distributed.all_reduce(failed)
+    if failed:
+        raise problem or RuntimeError("another rank could not gather the states that its documents carry")
+    return result

@@ -97,7 +97,10 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """All that one rank puts into the host's memory; a machine holds as many times that as it has ranks."""
+        """What one rank trains with in the host's memory; a machine holds as many times that as it has ranks.
+
+        The snapshot of a checkpoint comes to it, see callbacks/README.md.
+        """
         return sum(part.bytes for part in self.parts if part.host)
 
     @property
@@ -236,11 +239,14 @@ def _activations(model: Transformer, sharding: Sharding, tokens: int, device: st
         Part("backward pass", work, "float32", "gradients of the logits, or of one block"),
     ]
     if cast:
-        # Those of blocks that run again are made again.
-        modules = () if config.activation_checkpointing else model.layers.modules()
-        matrices = sum(m.weight.numel() for m in modules if isinstance(m, (nn.Linear, ShortConvolution)))
-        matrices += config.vocab_size * config.d_model
-        parts.append(Part("bfloat16 copies", matrices * BF16, "bfloat16", f"of {matrices:,} weights, by autocast"))
+        modules = [m for m in model.layers.modules() if isinstance(m, (nn.Linear, ShortConvolution))]
+        inner, head = sum(m.weight.numel() for m in modules), config.vocab_size * config.d_model
+        copies, how = (inner + head) * BF16, f"of {inner + head:,} weights, by autocast"
+        if config.activation_checkpointing:
+            # Autocast keeps those of all blocks until the forward pass ends; a block that runs again makes its own.
+            copies = head * BF16 + max(0, inner * BF16 - work)
+            how = f"of {head:,} weights; of {inner:,} in blocks what is more than the backward pass, which comes after"
+        parts.append(Part("bfloat16 copies", copies, "bfloat16", how))
     return parts
 
 

@@ -25,6 +25,8 @@ OWNED = {
     "bf16": "set trainer.precision",
 }
 
+PRECISIONS = ("bf16-mixed", "bf16-true", "32-true", "64-true")
+
 # How long a rank waits for the others before it gives up: longer than a data loader waits for its workers, so that the
 # rank at fault speaks first; shorter than DeepSpeed's and gloo's 30 minutes, which cost a large job hours of GPUs.
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
@@ -50,6 +52,11 @@ def check_trainer(trainer: Trainer, backend: str) -> None:
         why = "it divides the loss by the accumulation twice" if plain else "it is not known here"
         raise ValueError(f"trainer.strategy is Lightning's {strategy.__name__}; {why}: use auto, ddp, zero1, zero2 or "
                          "zero3, or a file of configs/strategy")
+    if trainer.precision not in PRECISIONS:
+        scaled = str(trainer.precision).startswith("16")
+        why = ", whose loss scale makes gradients overflow, at which a run stops" * scaled
+        raise ValueError(f"trainer.precision is {trainer.precision}{why}: use {', '.join(PRECISIONS[:-1])} or "
+                         f"{PRECISIONS[-1]}")
     if trainer.max_steps < 1:
         raise ValueError(f"trainer.max_steps is {trainer.max_steps}: set the number of optimizer steps, "
                          "the data is endless")
@@ -106,7 +113,7 @@ class ShardedStrategy(AnyCheckpoint, DeepSpeedStrategy):
       lean form is bf16-true: bfloat16 parameters beside float32 masters.
     - Gradients are accumulated in float32 (`data_types.grad_accum_dtype`); DeepSpeed's default is the model's dtype.
     - A step with a non-finite gradient is skipped by the engine while Lightning counts it: here it raises, on all ranks
-      together, with the weights untouched. Dynamic loss scaling (fp16) skips steps on purpose and is left alone.
+      together, with the weights untouched.
     - The engine's step counters must agree with the trainer's: checked before each step, and the engine's count of
       micro-batches, which it does not save, is set to steps x accumulation when a checkpoint is loaded.
     - `config` adds to the arguments. Lightning's own discards every argument when a config is given.
@@ -194,7 +201,7 @@ class ShardedStrategy(AnyCheckpoint, DeepSpeedStrategy):
             )
         skipped = engine.skipped_steps
         result = super().optimizer_step(*args, **kwargs)
-        if engine.skipped_steps > skipped and not engine.fp16_enabled():
+        if engine.skipped_steps > skipped:
             raise FloatingPointError(
                 f"optimizer step {step + 1}: a gradient is not finite; the weights are those of step {step}. "
                 "Resume from the last checkpoint with a smaller gradient_clip_val, or start anew, learning rate lower"

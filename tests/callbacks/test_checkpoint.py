@@ -9,14 +9,16 @@ import threading
 import time
 import warnings
 import zlib
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks import CheckpointError, JsonlLogger, RunCheckpoint, newest_complete, read_marker, read_metrics
-from callbacks import retention
-from vla_lm import checkpoint_files
+from callbacks import checkpoint, retention
+from vla_lm import checkpoint_files, checkpoint_io
 from vla_lm.checkpoint_files import complete_checkpoints
 from tests.callbacks.tiny import TinyData, TinyModel, trainer
 
@@ -322,3 +324,56 @@ def test_a_file_that_grows_too_large(tmp_path):
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
     assert names(tmp_path) == before and read_marker(newest_complete(tmp_path), verify=True)["step"] == 2
+
+
+def test_one_that_is_written_is_whole_before_the_validation_after_it_ends(tmp_path, monkeypatch):
+    """A validation may take long, and what comes in it may end the process."""
+    monkeypatch.setattr(checkpoint_io, "LARGE", 0)
+    seen, disk = [], LateDisk(monkeypatch)
+
+    class InValidation(Callback):
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+            disk.go.set()
+            saver = trainer.checkpoint_callback
+            while not saver.io.done():
+                time.sleep(0.01)
+            seen.append([marker["step"] for marker in complete_checkpoints(saver.dirpath).values()])
+
+    background_run(tmp_path, InValidation(), every=4)
+    assert seen[:6] == [[]] * 2 + [[]] + [[4]] + [[4]] * 2  # step 2, 4 and 6; two batches each
+    assert all("score" in marker for marker in complete_checkpoints(tmp_path / "checkpoints").values())
+
+
+def test_another_checkpoint_beside_them(tmp_path):
+    """A person's ModelCheckpoint, and one more at the end: whole, without a marker, and in no marker."""
+    seed_everything(1, verbose=False)
+    saver = RunCheckpoint(tmp_path / "checkpoints", every_n_train_steps=2)
+    mine = ModelCheckpoint(tmp_path / "mine", every_n_train_steps=1, save_top_k=-1)
+    run = trainer(tmp_path, 4, [saver, mine], val_check_interval=2)
+    run.fit(TinyModel(), datamodule=TinyData(step_rows=4, micro=4))
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    assert len(list((tmp_path / "mine").iterdir())) == 4
+    for path in [*(tmp_path / "mine").iterdir(), tmp_path / "last.ckpt"]:
+        assert 1 <= torch.load(path, weights_only=False)["global_step"] <= 4
+    for path in complete_checkpoints(tmp_path / "checkpoints"):
+        assert list(read_marker(path, verify=True)["crc32"]) == ["."]
+
+
+def test_a_score_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
+    def full(path, marker):
+        if "score" in marker:
+            raise OSError(28, "No space left on device")
+        checkpoint_files.write_marker(path, marker)
+
+    monkeypatch.setattr(checkpoint, "write_marker", full)
+    with pytest.warns(UserWarning, match="cannot be one of the best: .*No space left on device"):
+        fit(tmp_path, 4)
+    assert [marker.get("score") for marker in complete_checkpoints(tmp_path / "checkpoints").values()] == [None, None]
+
+
+def test_later_ones_that_cannot_be_set_aside_end_the_run(tmp_path, monkeypatch):
+    fit(tmp_path, 4)
+    first = tmp_path / "checkpoints/step=000002.ckpt"
+    monkeypatch.setattr(retention.os, "replace", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(CheckpointError, match="of steps after 2 cannot be renamed: .*Permission denied.*--run_dir"):
+        fit(tmp_path, 4, ckpt_path=first)

@@ -1,10 +1,13 @@
 """A NaN stops the run before the update, with the step, the layer and the checkpoint in the message."""
 
+import time
+
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 
 from callbacks import FiniteGuard, NonFiniteError, RunCheckpoint
+from vla_lm import checkpoint_io
 from tests.callbacks.tiny import TinyData, TinyModel, trainer
 
 
@@ -36,6 +39,19 @@ def test_stops_before_the_update(tmp_path, what, accumulation):
 def test_without_a_checkpoint_it_says_so(tmp_path):
     with pytest.raises(NonFiniteError, match="step 1 .*No checkpoint had been saved yet"):
         trainer(tmp_path, 2, [FiniteGuard()]).fit(TinyModel(poison=(0, "loss")), datamodule=TinyData())
+
+
+def test_what_is_being_written_is_the_last_good_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_io, "LARGE", 0)
+
+    def slow(state, path, save=torch.save):
+        time.sleep(1)
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", slow)
+    callbacks = [FiniteGuard(), RunCheckpoint(tmp_path / "checkpoints", every_n_train_steps=2)]
+    with pytest.raises(NonFiniteError, match="Last good checkpoint: .*step=000002.ckpt"):
+        trainer(tmp_path, 8, callbacks).fit(TinyModel(poison=(2, "loss")), datamodule=TinyData())
 
 
 def test_one_host_sync_a_step_and_the_same_training(tmp_path, monkeypatch):

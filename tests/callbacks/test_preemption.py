@@ -117,3 +117,22 @@ def test_no_micro_batch_waits_for_lightnings_question(tmp_path, monkeypatch):
     Preemption(RunCheckpoint(tmp_path)).on_train_start(runner, TinyModel())
     runner.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert len(asked) == 1
+
+
+def test_no_handler_of_lightnings_stands_in_between(tmp_path):
+    """It runs a collective wherever the signal comes; before the first step SIGTERM ends a process instead."""
+    found = []
+
+    class Look(Callback):
+        def on_train_start(self, *_):
+            found.append(signal.getsignal(TERM))
+
+    run(tmp_path, Look())  # before Preemption
+    assert found == [signal.SIG_DFL]
+
+
+def test_an_ignored_interrupt_stays_ignored(tmp_path):
+    """As of a script's background process, which Ctrl-C in the terminal is not meant for."""
+    signal.signal(INT, signal.SIG_IGN)
+    run(tmp_path, SendIn("on_before_backward", 0, INT), SendIn("on_before_backward", 2, INT))
+    assert steps(tmp_path, "train/loss")[-1] == 8 and signal.getsignal(INT) == signal.SIG_IGN

@@ -1,6 +1,6 @@
-"""Two processes whose disk is full on the second rank while a checkpoint is written; see test_failing_save.py.
+"""Two processes, one of which fails to write a checkpoint, or to collect what to write; see test_failing_save.py.
 
-    python failing.py FOLDER      with WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
+    python failing.py FOLDER STORE      with WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
 
 Leaves FOLDER/<way>-rank<rank>.json: what ended the run, after how many seconds, and what a resume trained.
 """
@@ -14,9 +14,11 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from run import RANK, STEPS, train
 
 from callbacks import CheckpointError, newest_complete, read_metrics
+from vla_lm.lanes import LaneStates
 
 FULL_AT, ROOM = 4, 1000  # step whose save fails, bytes that are still written
 
@@ -41,19 +43,37 @@ class FullDisk(pl.Callback):
         save(state, path, **options)
 
 
-def main(folder: Path) -> None:
+class NoMemory(pl.Callback):
+    """From FULL_AT on a method fails on the second rank, as on a full GPU."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == FULL_AT - 1 and RANK == 1:
+            setattr(self.owner, self.name, mock.Mock(side_effect=RuntimeError("out of memory")))
+
+
+def main(folder: Path, store: str) -> None:
     # slow: the write fails while training has gone on for a step or more.
-    for case, way, rank, slow in (("zero1", "zero1", 1, 0), ("zero3", "zero3", 1, 0), ("zero3-later", "zero3", 1, 0.8),
-                                  ("ddp", "ddp", 0, 0)):  # fmt: skip
+    weights, own = DeepSpeedEngine._save_checkpoint, LaneStates.own
+    for case, way, failing, documents in (
+        ("zero1", "zero1", FullDisk(1, 0), None), ("zero3", "zero3", FullDisk(1, 0), None),
+        ("zero3-later", "zero3", FullDisk(1, 0.8), None), ("ddp", "ddp", FullDisk(0, 0), None),
+        ("zero3-collect", "zero3", NoMemory(DeepSpeedEngine, "_save_checkpoint"), None),
+        ("zero3-lanes", "zero3", NoMemory(LaneStates, "own"), store),
+        ("ddp-lanes", "ddp", NoMemory(LaneStates, "own"), store),
+    ):  # fmt: skip
         begun, ended = time.monotonic(), None
         with mock.patch("torch.save", torch.save):
             try:
-                train(folder / case, way, 2, extra=[FullDisk(rank, slow)])
+                train(folder / case, way, 2, extra=[failing], store=documents)
             except CheckpointError as error:
                 ended = str(error)
         took = time.monotonic() - begun
+        DeepSpeedEngine._save_checkpoint, LaneStates.own = weights, own
         newest = newest_complete(folder / case)
-        train(folder / case, way, 2, resume=newest)
+        train(folder / case, way, 2, resume=newest, store=documents)
         lines = read_metrics(folder / case / "metrics.jsonl")
         found = {"ended": ended, "seconds": took, "resumed": newest.name, "newest": newest_complete(folder / case).name,
                  "steps": sorted(line["step"] for line in lines if "train/loss" in line)}  # fmt: skip
@@ -62,4 +82,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -31,12 +31,9 @@ class SaveAtStart(pl.Callback):
     """Saves what has been loaded, before a step is trained."""
 
     def on_train_start(self, trainer, pl_module):
-        path, io = Path(trainer.default_root_dir) / "untouched.ckpt", trainer.strategy.checkpoint_io
+        path = Path(trainer.default_root_dir) / "untouched.ckpt"
         path.parent.mkdir(exist_ok=True)
         trainer.save_checkpoint(path)
-        io.begin(None)
-        io.finish()
-        trainer.strategy.barrier()
 
 
 class StopAt(pl.Callback):

@@ -7,6 +7,8 @@ import zlib
 from collections import defaultdict
 from typing import NamedTuple
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from small import language_model
@@ -29,10 +31,15 @@ def state(value):
             "size": torch.Size([2, 3]), **more}
 
 
+def save(io, content, path):
+    with io.deferred():
+        io.save(content, path)
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_what_was_saved_is_written(tmp_path, background):
     io, content = RunCheckpointIO(background), state(1)
-    io.save(content, tmp_path / "step=1.ckpt")
+    save(io, content, tmp_path / "step=1.ckpt")
     if background:
         content["module"]["a"].zero_()  # training goes on
         content["pair"].tensor.zero_()
@@ -52,7 +59,7 @@ def test_the_memory_of_a_snapshot_is_used_again(tmp_path):
     io, places = RunCheckpointIO(), []
     for step in range(3):
         for file in ("a", "b"):
-            io.save(state(step), tmp_path / f"step={step}.{file}")
+            save(io, state(step), tmp_path / f"step={step}.{file}")
         places.append([buffer.data_ptr() for _, buffer in io._memory._lent])
         io.begin(None)
         io.finish()
@@ -69,7 +76,7 @@ def test_memory_that_was_reserved_is_used(tmp_path, monkeypatch):
     io.reserve(pytest.fail() for _ in range(1))  # later calls do nothing
     io._memory._reserving.join()
     monkeypatch.setattr(snapshot, "_fresh", lambda *_: pytest.fail("memory was there"))
-    io.save(content, tmp_path / "a.ckpt")
+    save(io, content, tmp_path / "a.ckpt")
     assert io._memory.lent == 16 + 30 + 8
     io.begin(None)
     io.finish()
@@ -90,7 +97,7 @@ def test_memory_that_cannot_be_reserved_is_asked_for_again(tmp_path, monkeypatch
     monkeypatch.setattr(snapshot, "_fresh", none_at_first)
     io = RunCheckpointIO()
     io.reserve([torch.ones(2), torch.ones(3)])
-    io.save({"x": torch.ones(2)}, tmp_path / "a.ckpt")
+    save(io, {"x": torch.ones(2)}, tmp_path / "a.ckpt")
     io.begin(None)
     assert list(io.finish()) == [str(tmp_path / "a.ckpt")] and asked == [8, 8]
 
@@ -108,7 +115,7 @@ def test_training_waits_for_a_small_save_alone(tmp_path, monkeypatch, large):
     held = threading.Event()
     monkeypatch.setattr(RunCheckpointIO, "_write", lambda *_: held.wait(0.3))
     io = RunCheckpointIO()
-    io.save({"x": torch.ones(2)}, tmp_path / "a.ckpt")
+    save(io, {"x": torch.ones(2)}, tmp_path / "a.ckpt")
     io.begin(20)
     assert io.done() != large
     held.set()
@@ -118,13 +125,34 @@ def test_training_waits_for_a_small_save_alone(tmp_path, monkeypatch, large):
 @pytest.mark.parametrize("background", [True, False])
 def test_an_error_waits_for_finish(tmp_path, background):
     io = RunCheckpointIO(background)
-    io.save(state(1), tmp_path / "missing" / "step=1.ckpt")
+    save(io, state(1), tmp_path / "missing" / "step=1.ckpt")
     io.begin(None)
     with pytest.raises(RuntimeError, match="missing"):
         io.finish()
-    io.save(state(2), tmp_path / "step=2.ckpt")
+    save(io, state(2), tmp_path / "step=2.ckpt")
     io.begin(None)
     assert list(io.finish()) == [str(tmp_path / "step=2.ckpt")]
+
+
+def test_what_others_save_is_written_at_once_and_is_not_the_runs(tmp_path):
+    io = RunCheckpointIO()
+    save(io, state(1), tmp_path / "step=1.ckpt")
+    io.save_checkpoint(state(2), tmp_path / "made" / "mine.ckpt")
+    assert torch.load(tmp_path / "made" / "mine.ckpt", weights_only=False)["module"]["a"][0, 0] == 2
+    io.begin(None)
+    assert list(io.finish()) == [str(tmp_path / "step=1.ckpt")]
+
+
+def test_an_error_between_collectives_waits_for_finish_too():
+    io, broken = RunCheckpointIO(), Mock(side_effect=RuntimeError("out of memory"))
+    with io.deferred():
+        io.guarded(broken)()
+    io.begin(None)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        io.finish()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        io.guarded(broken)()
+    assert io.guarded(Mock(return_value=7))() == 7
 
 
 def test_one_that_cannot_be_made_neutral_says_why(tmp_path):

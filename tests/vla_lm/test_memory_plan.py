@@ -110,6 +110,20 @@ def test_a_large_model_on_many_ranks():
     assert alone.bytes("logits") == 2 * 8192 * 32768 * 4 and alone.bytes("masters") == pytest.approx(4 * count)
 
 
+def test_copies_of_blocks_that_run_again_last_until_the_forward_pass_ends():
+    """Autocast frees its copies of weights there, checkpointed or not: more than the backward pass with few tokens."""
+    def plan(tokens, again):
+        config = ModelConfig(**LARGE, activation_checkpointing=again)
+        return plan_memory(config, Sharding(2, 64, "bf16-mixed"), 1, tokens)
+
+    def most(plan):
+        return plan.bytes("bfloat16 copies") + plan.bytes("backward pass")
+
+    copies = plan(128, False).bytes("bfloat16 copies")
+    assert copies > 12e9 and most(plan(128, True)) == copies
+    assert plan(65536, True).bytes("bfloat16 copies") == 2 * 32768 * LARGE["d_model"]  # the output projection's
+
+
 def test_the_mend_fits_the_largest_part():
     config = ModelConfig(**LARGE)
     for stage, expected in enumerate(["use ZeRO (", "a higher ZeRO stage", "a higher ZeRO stage",

@@ -98,18 +98,25 @@ def test_strategies_that_train_otherwise_are_refused(strategy):
         check_trainer(trainer, "auto")
 
 
-def test_a_folder_that_deepspeed_would_take_for_a_pattern_is_refused(tmp_path):
+def on_cuda(folder, precision="bf16-mixed"):
     class OnCUDA(CUDAAccelerator):
         def __init__(self):
             pass
 
-    def trainer(folder):
-        return SimpleNamespace(accelerator=OnCUDA(), strategy=ShardedStrategy(), max_steps=9, fast_dev_run=False,
-                               val_check_interval=3, gradient_clip_val=None, log_every_n_steps=1,
-                               accumulate_grad_batches=1, max_epochs=None, limit_train_batches=1.0,
-                               overfit_batches=0.0, checkpoint_callback=SimpleNamespace(dirpath=folder))
+    return SimpleNamespace(accelerator=OnCUDA(), strategy=ShardedStrategy(), max_steps=9, fast_dev_run=False,
+                           precision=precision, val_check_interval=3, gradient_clip_val=None, log_every_n_steps=1,
+                           accumulate_grad_batches=1, max_epochs=None, limit_train_batches=1.0,
+                           overfit_batches=0.0, checkpoint_callback=SimpleNamespace(dirpath=folder))
 
-    check_trainer(trainer(tmp_path / "plain"), "auto")
+
+def test_a_folder_that_deepspeed_would_take_for_a_pattern_is_refused(tmp_path):
+    check_trainer(on_cuda(tmp_path / "plain"), "auto")
     with pytest.raises(ValueError,
                        match=r"run_dir leads to .*lr\[3\]/checkpoints: DeepSpeed takes .* name another folder"):
-        check_trainer(trainer(tmp_path / "lr[3]/checkpoints"), "auto")
+        check_trainer(on_cuda(tmp_path / "lr[3]/checkpoints"), "auto")
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "transformer-engine"])
+def test_a_precision_that_cannot_train_here_is_refused(tmp_path, precision):
+    with pytest.raises(ValueError, match=f"precision is {precision}.*: use bf16-mixed, bf16-true, 32-true or 64-true"):
+        check_trainer(on_cuda(tmp_path, precision), "auto")

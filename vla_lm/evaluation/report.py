@@ -18,7 +18,8 @@ from rich.table import Table
 def tables(results: dict[str, Any]) -> list[str | Table]:
     """A line that says what is shown and a table: of the documents' positions, of the recall grid."""
     # Lines and not titles: a title is wrapped at its table's width.
-    shown = _positions(results["documents"]) if "documents" in results else []
+    shown = [f"{Path(results['checkpoint']).name} of {Path(results['checkpoint']).parent}"]
+    shown += _positions(results["documents"]) if "documents" in results else []
     return shown + (_recall(results["mqar"]) if "mqar" in results else [])
 
 
