@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
                           f"{other}: " + (f"{apart(again, run):.1e}" if "losses" in again else "failed"))
         write_aside(args.out / "table.json", json.dumps(report, indent=1))
     table.caption = ("gone on under: largest distance of its losses from those of the row's own run; "
-                     "memory where there is a GPU" + ("; ranks shared one device, so speed says nothing" if args.one_gpu else ""))
+                     "memory where there is a GPU" + ("; ranks shared one device" if args.one_gpu else ""))
     console.print(table)
     console.print(f"written: {args.out / 'table.json'}; the runs lie beside it", soft_wrap=True)
     sys.exit(1 if any("failed" in x or "failed" in x["gone on"] for x in report.values()) else 0)
