@@ -5,6 +5,7 @@ from vla_lm.checkpoint_files import newest_complete, read_marker
 from callbacks.finite_guard import FiniteGuard, NonFiniteError
 from callbacks.gradient_norms import GradientNorms
 from callbacks.metrics_log import JsonlLogger, read_metrics
+from callbacks.missed_validation import MissedValidation
 from callbacks.preemption import REQUEUE, Preempted, Preemption
 from callbacks.progress import progress_bar
 from callbacks.same_kernels import SameKernels
@@ -18,6 +19,7 @@ __all__ = [
     "FiniteGuard",
     "GradientNorms",
     "JsonlLogger",
+    "MissedValidation",
     "NonFiniteError",
     "Preempted",
     "Preemption",

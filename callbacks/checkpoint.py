@@ -2,19 +2,17 @@
 
 import os
 import time
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import distributed
 
 from callbacks.allocated import saved
-from callbacks.retention import make_room, monitored, prune, set_aside_later
+from callbacks.retention import make_room, monitored, note_score, prune, set_aside_later
 from callbacks.together import together
-from vla_lm.checkpoint_files import publish, read_marker, remove, step_of, write_marker
+from vla_lm.checkpoint_files import publish, remove, step_of
 from vla_lm.checkpoint_io import WAIT, RunCheckpointIO
 
 ENDING = 60.0  # seconds that a failed run waits for the file it is writing
@@ -54,6 +52,11 @@ class RunCheckpoint(ModelCheckpoint):
         self.dirpath = trainer.strategy.broadcast(str(self.dirpath or Path(trainer.default_root_dir) / "checkpoints"))
         trainer.strategy.checkpoint_io = self.io
 
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        source = Path(trainer.ckpt_path).resolve()
+        if source.parent == Path(self.dirpath).resolve() and source.suffix == ".ckpt":  # a validation may score it
+            self._last_global_step_saved, self._last_checkpoint_saved = checkpoint["global_step"], str(source)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_global_step_saved = self._step = trainer.global_step  # what it starts from is saved, or is step 0
         set_aside_later(trainer, Path(self.dirpath))
@@ -82,15 +85,12 @@ class RunCheckpoint(ModelCheckpoint):
         """Notes the score of the checkpoint saved at this step; saving comes before validation."""
         self.settle(trainer, wait=False)
         score = monitored(trainer.callback_metrics, self.monitor)
-        if score is not None and isfinite(score) and self._last_global_step_saved == trainer.global_step:
-            self._score = (trainer.global_step, float(score))
+        if score is not None and self._last_global_step_saved == trainer.global_step:
+            self._score = (trainer.global_step, score)
             if trainer.is_global_zero and self._pending is None and self._last_checkpoint_saved:
-                path = Path(self._last_checkpoint_saved)
-                try:
-                    write_marker(path, read_marker(path) | {"score": float(score)})
-                    self._prune()
-                except OSError as error:
-                    rank_zero_warn(f"{path} cannot be one of the best: its score was not written ({error})")
+                # Before on_train_start an abandoned continuation's checkpoints are still among those that would count.
+                prune_now = self._prune if self._step else lambda: None
+                note_score(Path(self._last_checkpoint_saved), score, then=prune_now)
 
     def state_dict(self) -> dict[str, Any]:
         return {}  # the markers in the folder hold it all, so there is nothing to load

@@ -95,8 +95,8 @@ class Preemption(Callback):
         # Lightning's handler of SIGTERM runs a collective inside it, wherever it comes, and so waits for ever.
         trainer._signal_connector.register_signal_handlers = lambda: None
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._listen()
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._listen()  # the first one can come before training: the sanity check, or one that a kill had cut off
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._listen()

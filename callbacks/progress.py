@@ -73,6 +73,7 @@ class StepLines(ProgressBar):
             raise ValueError(f"every_seconds {every_seconds} must not be negative.")
         self.every_seconds = every_seconds
         self._enabled = True
+        self._first: tuple[float, int] | None = None  # when the first step was over, and which it was
 
     def disable(self) -> None:
         self._enabled = False
@@ -82,8 +83,7 @@ class StepLines(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
-        self._first: tuple[float, int] | None = None  # when the first step was over, and which it was
-        self._printed = 0.0
+        self._first, self._printed = None, 0.0
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step == self._step or not trainer.is_global_zero:

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from callbacks.together import CheckpointError, agree
-from vla_lm.checkpoint_files import beside, complete_checkpoints, marker_of, remove, step_of
+from vla_lm.checkpoint_files import beside, complete_checkpoints, marker_of, read_marker, remove, step_of, write_marker
 
 
 def prune(folder: Path, keep_last: int, keep_best: int, keep_every: int | None, mode: str) -> list[Path]:
@@ -45,13 +47,23 @@ def make_room(trainer: Trainer, aside: Path) -> None:
         (aside / "checkpoint").mkdir(parents=True)
 
 
-def monitored(metrics: dict[str, Any], monitor: str) -> Any:
-    """The metric that ranks checkpoints; where there is none of that name, a warning names those there are."""
+def monitored(metrics: dict[str, Any], monitor: str) -> float | None:
+    """The metric that ranks checkpoints, where it is finite; if there is none of that name a warning names the others."""
     if monitor not in metrics:
         there = ", ".join(sorted(name for name in metrics if name.startswith("val/"))) or "none"
         rank_zero_warn(f"checkpoint.monitor {monitor!r} is no metric of this run's validation, so no checkpoint is "
                        f"kept as a best one: use one of {there}")
-    return metrics.get(monitor)
+    score = metrics.get(monitor)
+    return float(score) if score is not None and isfinite(score) else None
+
+
+def note_score(path: Path, score: float, then: Callable[[], Any]) -> None:
+    """Writes a checkpoint's score into its marker, then does `then`; a warning where the file system does not let it."""
+    try:
+        write_marker(path, read_marker(path) | {"score": score})
+        then()
+    except OSError as error:
+        rank_zero_warn(f"{path} cannot be one of the best: its score was not written ({error})")
 
 
 def set_aside_later(trainer: Trainer, folder: Path) -> None:

@@ -11,6 +11,7 @@ from callbacks import (
     FiniteGuard,
     GradientNorms,
     JsonlLogger,
+    MissedValidation,
     RunCheckpoint,
     SameKernels,
     StartReport,
@@ -81,8 +82,9 @@ class PretrainCLI(LightningCLI):
         loggers = [TensorBoardLogger(self.run_dir, name="", version="", purge_step=step, default_hp_metric=False),
                    JsonlLogger(self.run_dir, step)]
         self.preemption = Preemption(checkpoint, under_scheduler=in_job())
-        self.trainer_defaults["callbacks"] = [StartReport(self.run_dir), SameKernels(), GradientNorms(), FiniteGuard(),
-                                              self.preemption, checkpoint, progress_bar()]
+        self.trainer_defaults["callbacks"] = [
+            StartReport(self.run_dir), SameKernels(), GradientNorms(), FiniteGuard(), MissedValidation(self.run_dir),
+            self.preemption, checkpoint, progress_bar()]
         return super().instantiate_trainer(
             logger=loggers, plugins=plugins, use_distributed_sampler=False, check_val_every_n_epoch=None,
             enable_model_summary=False, **kwargs)

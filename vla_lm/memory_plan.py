@@ -18,9 +18,9 @@ from vla_lm.config import ModelConfig
 from vla_lm.convolution import ShortConvolution
 from vla_lm.mixers import MIXERS
 from vla_lm.optimization import parameter_groups
+from vla_lm.pieces import PREFETCH, gathered_at_once
 from vla_lm.transformer import Transformer
 
-PREFETCH = 50_000_000  # elements that ZeRO-3 gathers ahead (DeepSpeed's default)
 FLOAT32, BF16 = 4, 2  # bytes
 
 
@@ -44,6 +44,8 @@ class Sharding:
     """Two buckets under ZeRO-1 and 2."""
     persistence_threshold: int = 100_000
     """ZeRO-3: parameters of fewer elements stay whole on every rank."""
+    prefetch: int = PREFETCH
+    """ZeRO-3: elements that are gathered ahead, and those of the largest block that is gathered at once."""
     float32_sums: bool = True
     """bf16-true alone: gradients are summed over the ranks in float32 (communication_data_type fp32)."""
     bucket_view: bool = True
@@ -60,6 +62,7 @@ class Sharding:
             zero["stage"], world_size, precision, "offload_optimizer" in zero, "offload_param" in zero,
             int(zero["reduce_bucket_size"]), bool(zero["overlap_comm"]),
             int(zero.get("stage3_param_persistence_threshold", cls.persistence_threshold)),
+            int(zero.get("stage3_prefetch_bucket_size", cls.prefetch)),
             precision != "bf16-true" or strategy.config.get("communication_data_type") == "fp32",
         )
 
@@ -193,12 +196,17 @@ def _weights(model: nn.Module, sharding: Sharding, accumulation: int) -> list[Pa
     if stage == 3:
         kept = sum(n for group in groups for n in group if n < sharding.persistence_threshold)
         layer = max(sum(p.numel() for p in m.parameters()) for m in (*model.layers, model.embedding))
-        gathered = min(whole, 2 * layer + PREFETCH)
+        gathered = min(whole, 2 * layer + sharding.prefetch)
+        block = model.layers[0]
+        once = sum(p.numel() for p in block.parameters()) if gathered_at_once(block, sharding.prefetch) else 0
         parameters = [
             Part("parameters", piece * width, kind, share, sharding.offload_parameters),
             Part("small parameters", kept * width, kind, f"under {sharding.persistence_threshold:,} elements, whole"),
             Part("gathered", gathered * width, kind, "whole layers while they run, and those fetched ahead"),
         ]
+        if once:
+            how = "of a block that is gathered at once, until its end"
+            parameters.append(Part("block's gradients", once * width, kind, how))
     else:
         parameters = [Part("parameters", flat * width, kind, f"{whole:,} whole")]
     if lean and stage == 1 and not host:  # DeepSpeed's BF16_Optimizer

@@ -1,4 +1,7 @@
-"""SIGKILL at a random step, twice: losses, batches and weights are those of the run left alone, bit for bit."""
+"""SIGKILL at a random step, twice: losses, batches and weights are those of the run left alone, bit for bit.
+
+And in two validations, the last one's too: what they would have measured is measured at the resume.
+"""
 
 import os
 import random
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from callbacks import newest_complete, read_metrics
+from callbacks import newest_complete, read_marker, read_metrics
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
@@ -23,18 +26,18 @@ DOCUMENTS = ["--config", "configs/longdoc-tiny.yaml", "--model.config.d_model", 
              "--data.val_rows", "4", "--data.carry_state", "true"]
 
 
-def command(folder: Path, extra: list[str]) -> list[str]:
+def command(folder: Path, extra: list[str], *more: str) -> list[str]:
     return [sys.executable, "-m", "recipes.pretrain", *extra, "--run_dir", os.path.relpath(folder, ROOT),
             "--resume", "auto", "--trainer.max_steps", str(STEPS),
             "--trainer.log_every_n_steps", "1", "--trainer.val_check_interval", "7",
             "--trainer.accelerator", "cpu", "--model.optimizer.warmup_steps", "3",
             "--checkpoint.every_n_train_steps", "4", "--state_norms.every_n_steps", "6",
-            "--trainer.callbacks+=batch_recorder.BatchRecorder", f"--trainer.callbacks.path={folder}.batches"]
+            "--trainer.callbacks+=batch_recorder.BatchRecorder", f"--trainer.callbacks.path={folder}.batches", *more]
 
 
-def start(folder: Path, extra: list[str]) -> subprocess.Popen:
+def start(folder: Path, extra: list[str], *more: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/recipes'}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command(folder, extra), cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+    return subprocess.Popen(command(folder, extra, *more), cwd=ROOT, env=environment, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
@@ -100,3 +103,33 @@ def test_two_kills_change_nothing(name: str, tmp_path: Path) -> None:
     for index, state in moments[0].items():
         for key, value in state.items():
             assert torch.equal(value, moments[1][index][key]), (index, key)
+
+
+def validations(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    return [(line["step"], {name: value for name, value in line.items() if name.startswith("val/")})
+            for line in read_metrics(folder / "metrics.jsonl") if "val/loss" in line]
+
+
+def test_killed_in_validations(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    often = ["--trainer.val_check_interval", str(STEPS // 2), "--checkpoint.keep_last", "9"]
+    finish(start(whole, MQAR, *often))
+    for step in (STEPS // 2, STEPS):
+        deed = ["--trainer.callbacks+=batch_recorder.KilledInValidation", f"--trainer.callbacks.step={step}"]
+        process = start(killed, MQAR, *often, *deed)
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == -signal.SIGKILL, output
+        assert [at for at, _ in validations(killed)] == [at for at in (STEPS // 2,) if at < step]
+    process = start(killed, MQAR, *often)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and f"step {STEPS} was saved and not validated" in output, output
+    assert "exact_match" in output and "nothing is left to train" in output
+
+    assert [at for at, _ in validations(whole)] == [STEPS // 2, STEPS]
+    assert validations(killed) == validations(whole) and curve(killed) == curve(whole)
+    for step in range(4, STEPS + 1, 4):
+        scores = [read_marker(folder / f"checkpoints/step={step:06d}.ckpt").get("score") for folder in (whole, killed)]
+        assert scores[0] == scores[1] and (scores[0] is None) == (step % (STEPS // 2) > 0)
+    last = (killed / "metrics.jsonl").read_bytes()
+    finish(start(killed, MQAR, *often))
+    assert (killed / "metrics.jsonl").read_bytes() == last, "validated once"
