@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT, Ranks, curve, tiny, with_callback
 
-from callbacks import newest_complete
+from callbacks import newest_complete, read_marker
 
 STEPS = 24
 PACE = with_callback("Pace", seconds=0.02)
@@ -61,6 +61,23 @@ def test_one_rank_killed(whole, tmp_path):
     assert codes == [3, -signal.SIGKILL], outputs
     assert "stopped: another rank has ended, or hangs" in outputs[0] and "--resume" in outputs[0], outputs
     goes_on(tmp_path / "run", whole, 10)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
+def test_one_rank_killed_in_a_validation(way, whole, tmp_path):
+    """Its step is saved already; what it would have measured is measured first when the run goes on."""
+    script = str(ROOT / "tests/distributed/pretrain_on_cpus.py") if way == "zero3" else None
+    folder, sharded = tmp_path / "run", ["--trainer.strategy", "zero3", "--trainer.devices", "2", "--resume", "auto"]
+    argv = tiny(STEPS, *[*sharded, "--run_dir", str(folder)] * (way == "zero3"))
+    deed = with_callback("Deed", deed="SIGKILL", hook="on_validation_batch_end", step=10)
+    codes, outputs = Ranks(folder, [*argv, *deed], script).end(90)
+    assert codes == [3, -signal.SIGKILL], outputs
+    assert newest_complete(folder).name == "step=000010.ckpt" and (10, "val/loss") not in curve(folder)
+    codes, outputs = Ranks(folder, argv, script).end(120)
+    assert codes == [0, 0] and "step 10 was saved and not validated" in outputs[0], outputs
+    near = pytest.approx(whole, rel=1e-3)  # other sums, and rates that let the loss of so small a model jump
+    assert curve(folder) == (whole if way == "ddp" else near)
+    assert "score" in read_marker(folder / "checkpoints/step=000010.ckpt")
 
 
 def test_one_rank_hangs(whole, tmp_path):
