@@ -48,7 +48,7 @@ def make_room(trainer: Trainer, aside: Path) -> None:
 
 
 def monitored(metrics: dict[str, Any], monitor: str) -> float | None:
-    """The metric that ranks checkpoints, where it is finite; if there is none of that name a warning names the others."""
+    """The metric that ranks checkpoints, if it is finite; if none has that name, a warning names those there are."""
     if monitor not in metrics:
         there = ", ".join(sorted(name for name in metrics if name.startswith("val/"))) or "none"
         rank_zero_warn(f"checkpoint.monitor {monitor!r} is no metric of this run's validation, so no checkpoint is "
@@ -58,7 +58,7 @@ def monitored(metrics: dict[str, Any], monitor: str) -> float | None:
 
 
 def note_score(path: Path, score: float, then: Callable[[], Any]) -> None:
-    """Writes a checkpoint's score into its marker, then does `then`; a warning where the file system does not let it."""
+    """Writes a checkpoint's score into its marker, then does `then`; a warning where the file system refuses."""
     try:
         write_marker(path, read_marker(path) | {"score": score})
         then()

@@ -2,7 +2,7 @@
 
     runs/<name>/
         config.yaml            the full configuration of the first start (a changed one at a resume: config.step=N.yaml)
-        environment.json       one entry a start: command, versions, devices, git state
+        environment.json       one entry a start: its configuration's file, command, versions, devices, git state
         metrics.jsonl          every logged number, one JSON object a line
         events.out.tfevents.*  the same for TensorBoard, with figures
         checkpoints/           step=N.ckpt, each beside its step=N.ckpt.complete marker
@@ -97,16 +97,15 @@ class RunFolder(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        record, starts = self.run_dir / "environment.json", starts_of(self.run_dir)
-        here = {"resumed_step": self.resumed_step, "resumed_from": self.resumed_from}
-        write_aside(record, json.dumps([*starts, here | environment()], indent=1))
         config = self.config.clone()
         config.run_dir, config.resume, config.trust_pickle = None, None, False  # of this start alone
-        text = self.parser.dump(config, skip_unset=False)
-        config = self.run_dir / "config.yaml"
-        if config.exists() and config.read_text() != text:
-            config = self.run_dir / f"config.step={self.resumed_step or 0:06d}.yaml"
-        write_aside(config, text)
+        text, path = self.parser.dump(config, skip_unset=False), self.run_dir / "config.yaml"
+        if path.exists() and path.read_text() != text:
+            path = self.run_dir / f"config.step={self.resumed_step or 0:06d}.yaml"
+        here = {"resumed_step": self.resumed_step, "resumed_from": self.resumed_from, "config": path.name}
+        starts = starts_of(self.run_dir)
+        write_aside(self.run_dir / "environment.json", json.dumps([*starts, here | environment()], indent=1))
+        write_aside(path, text)
 
 
 def starts_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from yaml import YAMLError
 
 from recipes.room import no_room
-from vla_lm.checkpoint_files import run_config
+from vla_lm.checkpoint_files import last_config, run_config, step_of
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "configs/mqar.yaml"
 
@@ -27,8 +27,14 @@ def arguments(argv: list[str]) -> list[str]:
         return [argv[i] for i in sorted(range(len(argv)), key=lambda i: i not in files)]
     named = [Path(text.split("=", 1)[1] if "=" in text else value) for key in ("--run_dir", "--resume")  # in this order
              for name, text, value in zip(word, argv, [*argv[1:], ""]) if name == key]
-    configs = (run_config(path) if path.parent.name == "checkpoints" else path / "config.yaml" for path in named)
+    configs = (_config_at(path) if path.parent.name == "checkpoints" else last_config(path) for path in named)
     return ["--config", str(next((path for path in configs if path and path.exists()), DEFAULT_CONFIG)), *argv]
+
+
+def _config_at(checkpoint: Path) -> Path | None:
+    step, run_dir = step_of(checkpoint.resolve()), checkpoint.parent.parent  # last.ckpt is a link
+    known = step >= 0 and (run_dir / "config.yaml").is_file()
+    return last_config(run_dir, step) if known else run_config(checkpoint)
 
 
 def refuse_nulls(parser: ArgumentParser, config: Namespace) -> None:

@@ -9,6 +9,7 @@ file system, and DeepSpeed writes its folder in place; so neither alone tells a 
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -42,6 +43,21 @@ def run_config(path: Path) -> Path | None:
     if path.parent.name == "checkpoints":
         found.reverse()
     return next((config for config in found if config.is_file()), None)
+
+
+def last_config(run_dir: Path, step: float = math.inf) -> Path:
+    """The configuration that a run has at a step: config.yaml, or what a resume changed and kept beside it.
+
+    Of several starts at or before the step the last one counts. environment.json names the file of each.
+    """
+    path = run_dir / "config.yaml"
+    try:
+        starts = json.loads((run_dir / "environment.json").read_text())
+        names = [start.get("config", path.name) for start in starts if (start["resumed_step"] or 0) <= step]
+        last = run_dir / names[-1]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return path  # what is wrong with environment.json is said where the run begins
+    return last if last.is_file() else path
 
 
 def size(path: Path) -> int:

@@ -11,8 +11,9 @@ PREFETCH = 50_000_000  # elements that ZeRO-3 gathers ahead (DeepSpeed's default
 def gathered_at_once(part: nn.Module, ahead: int) -> bool:
     """Whether ZeRO-3 gathers a part whole, and not each of its modules as it runs.
 
-    A tenth of DeepSpeed's hooks is left then, which are what a small model waits for (README: 1.5 times the speed at 105M).
-    A part of more than `ahead` elements would keep the GPU waiting instead: only so many are on their way beforehand.
+    A tenth of DeepSpeed's hooks is left then, which are what a small model waits for (README: up to 1.5 times the
+    speed at 105M). A part of more than `ahead` elements would keep the GPU waiting instead: only so many are on their
+    way beforehand.
     """
     return any(part.children()) and sum(p.numel() for p in part.parameters()) <= ahead
 
@@ -35,7 +36,7 @@ class ZeroPieces(OnePiece):
     `deepspeed.zero.Init` around the building, as Lightning would have it, shards each module as it ends its `__init__`:
     what a model writes into its modules' weights after that is lost without a word, and the weights stay PyTorch's.
 
-    Blocks of at most `zero_optimization.stage3_prefetch_bucket_size` elements are gathered whole, see `gathered_at_once`.
+    Blocks of at most `zero_optimization.stage3_prefetch_bucket_size` elements are gathered whole (`gathered_at_once`).
 
     Args:
         config: DeepSpeed's.

@@ -365,7 +365,7 @@ def test_a_score_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypat
             raise OSError(28, "No space left on device")
         checkpoint_files.write_marker(path, marker)
 
-    monkeypatch.setattr(checkpoint, "write_marker", full)
+    monkeypatch.setattr(retention, "write_marker", full)
     with pytest.warns(UserWarning, match="cannot be one of the best: .*No space left on device"):
         fit(tmp_path, 4)
     assert [marker.get("score") for marker in complete_checkpoints(tmp_path / "checkpoints").values()] == [None, None]

@@ -90,5 +90,5 @@ def test_without_clipping_it_is_the_same_to_the_bit(losses, overlay):
 @pytest.mark.cluster
 @pytest.mark.parametrize("changes", [{"again": "true"}, {"config": BY_MODULE}, {"config": BY_MODULE, "again": "true"}])
 def test_blocks_gathered_at_once_or_by_module_once_or_again(losses, changes):
-    """Blocks larger than what is gathered ahead are gathered by module; recomputed, parameters are gathered once more."""
+    """Blocks larger than what is gathered ahead are gathered by module; recomputed ones once more."""
     assert losses("zero3", **changes) == pytest.approx(losses("single"), rel=1e-5)

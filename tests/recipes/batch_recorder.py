@@ -1,4 +1,4 @@
-"""Callbacks for the resume tests: which tokens each optimizer step was trained on; an end in the midst of a validation."""
+"""Callbacks for the resume tests: which tokens each optimizer step was trained on; an end amid a validation."""
 
 import hashlib
 import os

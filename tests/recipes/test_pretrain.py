@@ -22,8 +22,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from callbacks import newest_complete, read_metrics
 from recipes import evaluate, export, prepare, pretrain
+from recipes.console import arguments
 from recipes.ending import stopped_by
 from recipes.evaluated import recall_cells
+from vla_lm.checkpoint_files import last_config
 from vla_lm.config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +120,16 @@ def test_resume_goes_on_with_the_runs_own_configuration(run: Path, tmp_path: Pat
     steps = [line["step"] for line in read_metrics(copy / "metrics.jsonl") if "train/loss" in line]
     assert steps == [1, 2, 3, 6], "what the interrupted run logged past the resumed step is gone"
     assert newest_complete(copy).name == "step=000006.ckpt"
-    assert (copy / "config.step=000003.yaml").exists(), "a changed configuration is kept beside the first"
+    first, changed = copy / "config.yaml", copy / "config.step=000003.yaml"
+    starts = json.loads((copy / "environment.json").read_text())
+    assert [start["config"] for start in starts] == [first.name, changed.name], "kept beside the first"
+    assert changed.read_text() == first.read_text().replace("log_every_n_steps: 1\n", "log_every_n_steps: 3\n")
+    # The next resume goes on as the last one, and so does one of a checkpoint that it began from or made.
+    checkpoints = [copy / f"checkpoints/{name}.ckpt" for name in ("last", "step=000003", "step=000006")]
+    assert [arguments(["--resume", str(path)])[1] for path in (copy, *checkpoints)] == [str(changed)] * 4
+    assert last_config(copy, step=2) == first
+    (copy / "environment.json").write_text("{")
+    assert last_config(copy) == first
 
 
 def test_no_folder_gets_a_mixture_of_two_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

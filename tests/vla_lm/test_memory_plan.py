@@ -106,7 +106,8 @@ def test_a_large_model_on_many_ranks():
     assert lean.bytes("parameters") == plan.bytes("parameters") / 2 and lean.bytes("masters") == plan.bytes("masters")
     assert lean.host_bytes == pytest.approx(20 * count / 64, rel=1e-6) and plan.host_bytes == 0
     assert plan.bytes("block's gradients") == 0, "218M parameters: more than is gathered ahead"
-    small = plan_memory(ModelConfig(**LARGE | {"d_model": 1024, "n_heads": 16}), Sharding(3, 64), rows=1, row_tokens=128)
+    narrow = ModelConfig(**LARGE | {"d_model": 1024, "n_heads": 16})
+    small = plan_memory(narrow, Sharding(3, 64), rows=1, row_tokens=128)
     assert 1 < small.bytes("block's gradients") / (4 * 13 * 1024**2) < 1.02, "5 d^2 of the mixer, 8 d^2 behind it"
     # What each row adds is the same, and the model's share shrinks with the ranks.
     alone = plan_memory(ModelConfig(**LARGE), Sharding(3, 1), rows=2, row_tokens=8192)
