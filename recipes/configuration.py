@@ -1,5 +1,6 @@
 """The configuration of a training run: its groups of keys, and the trainer made of them."""
 
+from argparse import ArgumentError
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -25,6 +26,7 @@ from callbacks.run_folder import RunFolder, default_run_dir
 from recipes.cluster import check_machine, check_task
 from recipes.console import refuse_nulls
 from recipes.job import in_job
+from recipes.near_keys import nearest_key
 from vla_lm.checkpoints import checkpoint_step
 from vla_lm.module import LanguageModel
 
@@ -50,7 +52,12 @@ class PretrainCLI(LightningCLI):
         parser.add_class_arguments(RunCheckpoint, "checkpoint", skip={"dirpath"})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            if hint := nearest_key(str(error), parser):
+                error.add_note(hint)
+            raise
         refuse_nulls(parser, self.config)
 
     def find_place(self) -> None:

@@ -52,7 +52,8 @@ def bad_input() -> Iterator[None]:
     try:
         yield
     except (ArgumentError, MisconfigurationException, ValueError, TypeError, OSError, ImportError, YAMLError) as error:
-        print(f"error: {no_room(error) or plain(str(error))}", file=sys.stderr)
+        said = no_room(error) or "; ".join([plain(str(error)), *getattr(error, "__notes__", [])])
+        print(f"error: {said}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -71,6 +72,10 @@ def plain(message: str) -> str:
     if keys and kinds and "Expected a" in reason:
         names = [re.sub(r"<class '(\w+)'>", r"\1", re.sub(r"typing.Literal\[(.*)\]", r"\1", kind)) for kind in kinds]
         value = re.search(r"(?:Got value|Given value): (.*)", message)
+        if value and (nested := re.match(r"NestedArg\(key='([^']+)'", value[1])):
+            key = next(iter(keys))
+            return (f"{key}.{nested[1]}: {key} has no class yet that takes it: name one before, with --{key} CLASS or "
+                    "in a file given by --config")
         shown = value and ("null" if value[1] == "None" else value[1])
         return f"{'.'.join(keys)}: expected {' or '.join(names)}" + (f", got {shown}" if shown else "")
     if message.startswith("Unexpected config: "):
@@ -78,6 +83,4 @@ def plain(message: str) -> str:
     if "Errors:\n" not in message:
         return message
     reason = re.sub(r"Problem with given class_path '\S+': ", "", reason)
-    if "is not accepted" in reason:
-        reason += "; python -m recipes.pretrain --print_config lists every key"
     return f"{next(iter(keys))}: {reason}" if keys else reason

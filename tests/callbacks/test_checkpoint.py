@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks import CheckpointError, JsonlLogger, RunCheckpoint, newest_complete, read_marker, read_metrics
-from callbacks import checkpoint, retention
+from callbacks import retention
 from vla_lm import checkpoint_files, checkpoint_io
 from vla_lm.checkpoint_files import complete_checkpoints
 from tests.callbacks.tiny import TinyData, TinyModel, trainer
