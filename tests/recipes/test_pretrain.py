@@ -256,7 +256,7 @@ BAD = {
     "accumulation": (["--trainer.accumulate_grad_batches", "4"], "it follows from data.global_batch_tokens"),
     "epochs": (["--trainer.max_epochs", "1"], "a run's length is trainer.max_steps alone"),
     "devices": (["--trainer.devices", "many"], "should be an int > 0"),
-    "unknown field": (["--model.config.d_modle", "32"], "'d_modle' is not accepted; did you mean model.config.d_model?"),
+    "unknown field": (["--model.config.d_modle", "32"], "is not accepted; did you mean model.config.d_model? "),
     "unknown key": (["--checkpoint.every_n_steps", "32"], " or checkpoint.every_n_train_steps? python -m recipes.pre"),
     "key without its group": (["--max_steps", "32"], "--max_steps 32; did you mean trainer.max_steps? "),
     "key of another class": (["--data.source", "x"], "'source' is not accepted; another class of data takes it"),
