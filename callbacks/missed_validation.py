@@ -48,7 +48,7 @@ class MissedValidation(Callback):
         return any(line["step"] == step and any(name.startswith("val/") for name in line) for line in lines)
 
     def _validate(self, trainer: Trainer) -> None:
-        rank_zero_info(f"step {trainer.global_step} was saved and not validated: that comes first")
+        rank_zero_info(f"step {trainer.global_step} was saved and not validated: validating it now")
         loop = trainer.fit_loop.epoch_loop.val_loop
         loop.restarting, trainer.validating = False, True
         loop.run()
