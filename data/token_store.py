@@ -140,11 +140,16 @@ def prepare_store(
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
         partial.mkdir()
         try:
-            _write(partial, request, workers or len(os.sched_getaffinity(0)))
+            _write(partial, request, workers or usable_cores())
             os.rename(partial, path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return TokenStore(path), True
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
 
 
 def _open_equal(path: Path, request: StoreRequest, check_content: bool) -> TokenStore:

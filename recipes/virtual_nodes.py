@@ -16,6 +16,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.accelerators import CUDAAccelerator
 
+from data.token_store import usable_cores
 from recipes.console import arguments, bad_input
 from recipes.dry_run import Configuration, check_run
 from recipes.job import in_job
@@ -31,7 +32,7 @@ def environment(node: int, nodes: int, port: int) -> dict[str, str]:
     NCCL refuses two ranks on one GPU of one host. To it each is a host of its own (NCCL_HOSTID), reached by sockets.
     Where the number of threads is not set, they share the cores.
     """
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nodes)))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // nodes)))
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node), "LOCAL_RANK": "0",
             "WORLD_SIZE": str(nodes), "NCCL_HOSTID": f"node-{node}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": threads, "VLA_LM_START": time.strftime("%Y%m%d-%H%M%S")}

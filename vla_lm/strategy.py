@@ -43,6 +43,9 @@ def check_trainer(trainer: Trainer, backend: str) -> None:
         backend: the model's implementation of the operator.
     """
     cuda, here = isinstance(trainer.accelerator, CUDAAccelerator), trainer.accelerator.name()
+    if here not in ("cpu", "cuda"):  # such as auto on a Mac, mps
+        raise ValueError(f"trainer.accelerator is {here}, which has no float64 for penalties and metrics: use "
+                         "trainer.accelerator cpu, or a CUDA device")
     if backend == "triton" and not cuda and "TRITON_INTERPRET" not in os.environ:
         raise ValueError(f"model.config.backend 'triton' needs CUDA devices, the accelerator here is {here}: "
                          "use backend auto")

@@ -1,6 +1,7 @@
 """What a recipe says where there is no room, no memory, or less than was asked for."""
 
 import errno
+import os
 import subprocess
 import sys
 import warnings
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.token_store import usable_cores
 from recipes import prepare
 from recipes.evaluated import in_memory
 from recipes.room import no_room
@@ -81,3 +83,5 @@ def test_virtual_nodes_share_the_cores(monkeypatch):
     assert [environment(0, nodes, 1)["OMP_NUM_THREADS"] for nodes in (2, 3, 16)] == ["4", "2", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert environment(0, 2, 1)["OMP_NUM_THREADS"] == "5"
+    monkeypatch.delattr("os.sched_getaffinity")  # as on macOS
+    assert usable_cores() == os.cpu_count()

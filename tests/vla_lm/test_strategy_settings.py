@@ -98,6 +98,11 @@ def test_strategies_that_train_otherwise_are_refused(strategy):
         check_trainer(trainer, "auto")
 
 
+def test_devices_without_float64_are_refused():
+    with pytest.raises(ValueError, match="trainer.accelerator is mps, which has no.*use trainer.accelerator cpu"):
+        check_trainer(SimpleNamespace(accelerator=SimpleNamespace(name=lambda: "mps")), "auto")
+
+
 def on_cuda(folder, precision="bf16-mixed"):
     class OnCUDA(CUDAAccelerator):
         def __init__(self):
