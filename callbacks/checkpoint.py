@@ -22,10 +22,9 @@ class RunCheckpoint(ModelCheckpoint):
     """Saves ``step=000500.ckpt`` every ``every_n_train_steps`` optimizer steps and at the end of training.
 
     The files are those of :mod:`vla_lm.checkpoint_files`; ``last.ckpt`` is a link to the newest. Training stands still
-    for a copy in host memory and goes on while it is written; the marker comes when all ranks have finished. A write
-    that fails on one rank raises ``CheckpointError`` on all at the end of the step it is noticed in, and loses nothing.
-    Checkpoints past the step a run starts from belong to an abandoned continuation: set aside as ``….superseded``.
-    Logs ``checkpoint/stall_s``, the seconds training stood still.
+    for a copy in host memory (for ``checkpoint/stall_s`` seconds) and goes on while it is written; the marker comes
+    when all ranks have finished. A write that fails on one rank raises ``CheckpointError`` on all at the end of the
+    step it is noticed in. What is past the step a run starts from is of an abandoned continuation: ``….superseded``.
 
     Args:
         dirpath: Folder of the checkpoints; null: ``checkpoints`` in the trainer's ``default_root_dir``.
@@ -51,11 +50,6 @@ class RunCheckpoint(ModelCheckpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.dirpath = trainer.strategy.broadcast(str(self.dirpath or Path(trainer.default_root_dir) / "checkpoints"))
         trainer.strategy.checkpoint_io = self.io
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        source = Path(trainer.ckpt_path).resolve()
-        if source.parent == Path(self.dirpath).resolve() and source.suffix == ".ckpt":  # a validation may score it
-            self._last_global_step_saved, self._last_checkpoint_saved = checkpoint["global_step"], str(source)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_global_step_saved = self._step = trainer.global_step  # what it starts from is saved, or is step 0
@@ -88,9 +82,15 @@ class RunCheckpoint(ModelCheckpoint):
         if score is not None and self._last_global_step_saved == trainer.global_step:
             self._score = (trainer.global_step, score)
             if trainer.is_global_zero and self._pending is None and self._last_checkpoint_saved:
-                # Before on_train_start an abandoned continuation's checkpoints are still among those that would count.
-                prune_now = self._prune if self._step else lambda: None
-                note_score(Path(self._last_checkpoint_saved), score, then=prune_now)
+                self.score(score)
+
+    def goes_on_from(self, path: Path) -> None:
+        """A validation before the first step is one of this checkpoint."""
+        self._last_global_step_saved, self._last_checkpoint_saved = step_of(path), str(path)
+
+    def score(self, score: float) -> None:
+        """Notes the score of the last checkpoint; the best ones may be others then. Rank 0 calls it."""
+        note_score(Path(self._last_checkpoint_saved), score, self._prune)
 
     def state_dict(self) -> dict[str, Any]:
         return {}  # the markers in the folder hold it all, so there is nothing to load

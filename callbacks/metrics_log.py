@@ -11,8 +11,6 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-METRICS = "metrics.jsonl"  # the file's name in a run's folder
-
 
 class JsonlLogger(Logger):
     """Appends ``{"step": 500, "time": 1767225600.0, "train/loss": 2.1, …}`` lines to ``metrics.jsonl``.
@@ -52,7 +50,7 @@ class JsonlLogger(Logger):
 
     @property
     def path(self) -> Path:
-        return self._save_dir / METRICS
+        return self._save_dir / "metrics.jsonl"
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:

@@ -96,7 +96,8 @@ class Preemption(Callback):
         trainer._signal_connector.register_signal_handlers = lambda: None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._listen()  # the first one can come before training: the sanity check, or one that a kill had cut off
+        if trainer.state.fn == "fit":  # before training: the sanity check, or one that a kill had cut off
+            self._listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._listen()

@@ -57,11 +57,11 @@ def monitored(metrics: dict[str, Any], monitor: str) -> float | None:
     return float(score) if score is not None and isfinite(score) else None
 
 
-def note_score(path: Path, score: float, then: Callable[[], Any]) -> None:
-    """Writes a checkpoint's score into its marker, then does `then`; a warning where the file system refuses."""
+def note_score(path: Path, score: float, prune: Callable[[], Any]) -> None:
+    """Writes a checkpoint's score into its marker, then prunes; a warning where the file system refuses."""
     try:
         write_marker(path, read_marker(path) | {"score": score})
-        then()
+        prune()
     except OSError as error:
         rank_zero_warn(f"{path} cannot be one of the best: its score was not written ({error})")
 

@@ -90,8 +90,8 @@ class PretrainCLI(LightningCLI):
                    JsonlLogger(self.run_dir, step)]
         self.preemption = Preemption(checkpoint, under_scheduler=in_job())
         self.trainer_defaults["callbacks"] = [
-            StartReport(self.run_dir), SameKernels(), GradientNorms(), FiniteGuard(), MissedValidation(self.run_dir),
-            self.preemption, checkpoint, progress_bar()]
+            StartReport(self.run_dir), SameKernels(), GradientNorms(), FiniteGuard(),
+            MissedValidation(checkpoint, loggers[1].path), self.preemption, checkpoint, progress_bar()]
         return super().instantiate_trainer(
             logger=loggers, plugins=plugins, use_distributed_sampler=False, check_val_every_n_epoch=None,
             enable_model_summary=False, **kwargs)

@@ -244,7 +244,7 @@ class LanguageModel(LightningModule):
         self.lanes.load_state_dict(*(lanes if isinstance(lanes, list) else [lanes]))
         attached = self._trainer is not None
         if attached and "loops" in checkpoint and "accumulation" in checkpoint:
-            recount_micro_batches(checkpoint, self.trainer.accumulate_grad_batches)
+            recount(checkpoint, self.trainer.accumulate_grad_batches)
 
     # Private
 
@@ -274,24 +274,24 @@ class LanguageModel(LightningModule):
             self.transformer.compile_blocks()
 
 
-def recount_micro_batches(checkpoint: dict[str, Any], accumulation: int) -> None:
-    """Make the checkpoint's loop counters those of `accumulation` micro-batches per optimizer step.
+def recount(checkpoint: dict[str, Any], accumulation: int) -> None:
+    """Make the checkpoint's loop counters those of a step's end amid training, at `accumulation` micro-batches a step.
 
     Lightning counts micro-batches, and would place the steps' ends wrongly when resumed with another accumulation
-    (another number of ranks).
+    (another number of ranks). And what was saved after the last step has an epoch's end in its counters, with which a
+    longer run would log its steps one too late.
     """
-    before = checkpoint["accumulation"]
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    if before == accumulation:
-        return
+    loops, step, before = checkpoint["loops"]["fit_loop"], checkpoint["global_step"], checkpoint["accumulation"]
+    progress, now = loops["epoch_loop.batch_progress"], step * accumulation
+    if started_on := progress["total"]["ready"] % before:
+        raise ValueError(
+            f"the checkpoint was saved after {started_on} of {before} micro-batches of an optimizer step: "
+            f"resume it with accumulation {before}, not {accumulation}"
+        )
     for counts in (progress["total"], progress["current"]):
-        steps, started_on = divmod(counts["ready"], before)
-        if started_on:
-            raise ValueError(
-                f"the checkpoint was saved after {started_on} of {before} micro-batches of an optimizer step: "
-                f"resume it with accumulation {before}, not {accumulation}"
-            )
-        shift = steps * accumulation - counts["ready"]
-        for name in ("ready", "started", "processed", "completed"):
-            counts[name] += shift
+        counts |= {"ready": now, "started": now, "processed": now, "completed": now - 1}
+    progress["is_last_batch"] = False
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1
+    for counts in loops["epoch_progress"].values():
+        counts |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     checkpoint["accumulation"] = accumulation

@@ -132,6 +132,21 @@ def test_resume_goes_on_with_the_runs_own_configuration(run: Path, tmp_path: Pat
     assert last_config(copy) == first
 
 
+@pytest.mark.parametrize("steps", [6, 7])
+def test_a_run_that_was_not_validated_at_its_end_goes_on_longer(steps: int, tmp_path: Path) -> None:
+    """Step 6 is saved when it is done, step 7 when training has ended; both are the data's last."""
+    constant = [*TINY, "--run_dir", str(tmp_path), "--model.optimizer.schedule", "constant"]
+    pretrain.main([*constant, "--trainer.max_steps", str(steps)])
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(True)
+                           if not (f'"step": {steps},' in line and "val/" in line)))
+    longer = ["--resume", "auto", "--trainer.max_steps", "14", "--trainer.val_check_interval", str(steps)]
+    pretrain.main([*constant, *longer])
+    lines = read_metrics(log)
+    assert [line["step"] for line in lines if "val/loss" in line] == sorted({3, steps, steps // 7 * 6, 2 * steps} - {0})
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 15))
+
+
 def test_no_folder_gets_a_mixture_of_two_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     other, old, new = tmp_path / "other", run / "checkpoints/step=000003.ckpt", tmp_path / "export"
     shutil.copytree(run, other, symlinks=True)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from vla_lm.config import ModelConfig, OptimizerConfig
 from vla_lm.mixers import MIXERS
-from vla_lm.module import LanguageModel, recount_micro_batches
+from vla_lm.module import LanguageModel, recount
 
 
 class Record(Callback):
@@ -172,7 +172,7 @@ def test_recounting_refuses_a_checkpoint_within_a_step():
     counts = {"ready": 5, "started": 5, "processed": 5, "completed": 4}
     progress = {"epoch_loop.batch_progress": {"total": dict(counts), "current": dict(counts)}}
     with pytest.raises(ValueError, match="1 of 2 micro-batches"):
-        recount_micro_batches({"accumulation": 2, "loops": {"fit_loop": progress}}, 1)
+        recount({"accumulation": 2, "global_step": 2, "loops": {"fit_loop": progress}}, 1)
 
 
 def test_a_changed_schedule_is_refused_on_resume(tmp_path):
