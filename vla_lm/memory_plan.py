@@ -45,7 +45,9 @@ class Sharding:
     persistence_threshold: int = 100_000
     """ZeRO-3: parameters of fewer elements stay whole on every rank."""
     prefetch: int = PREFETCH
-    """ZeRO-3: elements that are gathered ahead, and those of the largest block that is gathered at once."""
+    """ZeRO-3: elements of the largest block that is gathered at once."""
+    live: int = 1_000_000_000
+    """ZeRO-3: elements that stay gathered because they are soon used; one layer more is there at the fullest."""
     float32_sums: bool = True
     """bf16-true alone: gradients are summed over the ranks in float32 (communication_data_type fp32)."""
     bucket_view: bool = True
@@ -63,6 +65,7 @@ class Sharding:
             int(zero["reduce_bucket_size"]), bool(zero["overlap_comm"]),
             int(zero.get("stage3_param_persistence_threshold", cls.persistence_threshold)),
             int(zero.get("stage3_prefetch_bucket_size", cls.prefetch)),
+            max(int(zero.get(f"stage3_max_{name}", cls.live)) for name in ("live_parameters", "reuse_distance")),
             precision != "bf16-true" or strategy.config.get("communication_data_type") == "fp32",
         )
 
@@ -121,6 +124,9 @@ class MemoryPlan:
         if not self.bytes("masters"):
             return ("use ZeRO (configs/strategy/zero1, zero2 or zero3.yaml) on several ranks: without it each rank "
                     "holds all of this, however many there are; or configs/strategy/zero3-offload.yaml")
+        if self.largest.name == "gathered":
+            return ("gather less at a time: trainer.strategy.init_args.config {zero_optimization: "
+                    "{stage3_max_live_parameters: 100000000, stage3_max_reuse_distance: 100000000}}")
         if self.bytes("gathered"):
             return "use more ranks, or configs/strategy/zero3-offload.yaml"
         return ("use a higher ZeRO stage (configs/strategy/zero2, zero3.yaml), more ranks, or "
@@ -196,13 +202,13 @@ def _weights(model: nn.Module, sharding: Sharding, accumulation: int) -> list[Pa
     if stage == 3:
         kept = sum(n for group in groups for n in group if n < sharding.persistence_threshold)
         layer = max(sum(p.numel() for p in m.parameters()) for m in (*model.layers, model.embedding))
-        gathered = min(whole, 2 * layer + sharding.prefetch)
+        gathered = min(whole - kept, sharding.live + layer)
         block = model.layers[0]
         once = sum(p.numel() for p in block.parameters()) if gathered_at_once(block, sharding.prefetch) else 0
         parameters = [
             Part("parameters", piece * width, kind, share, sharding.offload_parameters),
             Part("small parameters", kept * width, kind, f"under {sharding.persistence_threshold:,} elements, whole"),
-            Part("gathered", gathered * width, kind, "whole layers while they run, and those fetched ahead"),
+            Part("gathered", gathered * width, kind, "whole layers that run, are to run soon, or run again soon"),
         ]
         if once:
             how = "of a block that is gathered at once, until its end"

@@ -12,7 +12,7 @@ PAGE = (Path(__file__).parents[2] / "slurm/plan-7b.md").read_text()
 MODEL = {"style": "modern", "vocab_size": 32768, "d_model": 4096, "n_layers": 32, "n_heads": 64}
 ROWS = {
     "parameters, 1/64": ["parameters"],
-    "layers gathered while they run": ["gathered"],
+    "layers gathered at a time (DeepSpeed's default: a billion elements, and a layer)": ["gathered"],
     "masters, gradients, update, 1/64, float32": ["masters", "gradients", "update"],
     "AdamW's two states, 1/64, float32": ["optimizer states"],
     "buckets, float32": ["buckets"],

@@ -109,6 +109,9 @@ def test_a_large_model_on_many_ranks():
     narrow = ModelConfig(**LARGE | {"d_model": 1024, "n_heads": 16})
     small = plan_memory(narrow, Sharding(3, 64), rows=1, row_tokens=128)
     assert 1 < small.bytes("block's gradients") / (4 * 13 * 1024**2) < 1.02, "5 d^2 of the mixer, 8 d^2 behind it"
+    # As measured with DeepSpeed's counters: 592,576 elements at most with 584,000 of either and blocks of 58,500.
+    assert plan.bytes("gathered") == 4 * (1_000_000_000 + 218_689_536), "a billion and a layer: DeepSpeed's default"
+    assert small.bytes("gathered") == pytest.approx(64 * small.bytes("masters") - small.bytes("small parameters"), 1e-6)
     # What each row adds is the same, and the model's share shrinks with the ranks.
     alone = plan_memory(ModelConfig(**LARGE), Sharding(3, 1), rows=2, row_tokens=8192)
     assert alone.bytes("logits") == 2 * 8192 * 32768 * 4 and alone.bytes("masters") == pytest.approx(4 * count)
