@@ -94,14 +94,16 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a ``metrics.jsonl``; half a line at the end is passed over.
 
     Raises:
-        ValueError: a line before the last is not JSON.
+        ValueError: a line before the last is no JSON object with a step.
     """
-    lines = Path(path).read_text().splitlines()
-    found = []
-    for number, line in enumerate(lines, start=1):
+    lines, found = Path(path).read_text().splitlines(), []
+    for number, text in enumerate(lines, start=1):
         try:
-            found.append(json.loads(line))
+            line = json.loads(text)
         except json.JSONDecodeError:
-            if number < len(lines):
-                raise ValueError(f"{path} line {number} is not JSON: {line[:80]!r}. Remove that line.") from None
+            line = None
+        if isinstance(line, dict) and "step" in line:
+            found.append(line)
+        elif number < len(lines):
+            raise ValueError(f"{path} line {number} is no JSON object with a step: {text[:80]!r}. Remove that line.")
     return found

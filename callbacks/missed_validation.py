@@ -49,7 +49,8 @@ class MissedValidation(Callback):
     def _missed(self, trainer: Trainer) -> bool:
         """Whether the newest checkpoint is what the run goes on from and lacks its validation; it will be scored."""
         step, folder = trainer.global_step, Path(self.checkpoint.dirpath)
-        newest = next(reversed(complete_checkpoints(folder)), None) if folder.exists() else None
+        markers = complete_checkpoints(folder) if folder.exists() else {}
+        newest = next(reversed(markers), None)
         source = Path(trainer.ckpt_path or "")
         if newest is None or step_of(newest) != step or source.parent.resolve() != folder.resolve():
             return False
@@ -58,7 +59,8 @@ class MissedValidation(Callback):
         for line in read_metrics(self.metrics) if self.metrics.exists() else []:
             if line["step"] == step:
                 found |= {name: value for name, value in line.items() if name.startswith("val/")}
-        if (score := found.get(self.checkpoint.monitor)) is not None:  # it may have ended before that was noted
+        score = found.get(self.checkpoint.monitor)
+        if score is not None and "score" not in markers[newest]:  # the run ended between the one and the other
             self.checkpoint.score(score)
         return not found
 

@@ -43,7 +43,8 @@ def test_non_finite_numbers_are_null(tmp_path):
     assert line["a"] is None and line["b"] is None and line["c"] == 1 and line["step"] == 1
 
 
-def test_a_broken_line_inside_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="line 2 is not JSON: 'rubbish'"):
+@pytest.mark.parametrize("broken", ["rubbish", "null", '{"val/loss": 1}'])
+def test_a_broken_line_inside_is_named(broken, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{broken}\n{{"step": 2}}\n')
+    with pytest.raises(ValueError, match=f"line 2 is no JSON object with a step: {broken!r}. Remove that line"):
         read_metrics(tmp_path / "metrics.jsonl")
