@@ -110,6 +110,7 @@ def validations(folder: Path) -> list[tuple[int, dict[str, float]]]:
             for line in read_metrics(folder / "metrics.jsonl") if "val/loss" in line]
 
 
+@pytest.mark.cluster
 def test_killed_in_validations(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     often = ["--trainer.val_check_interval", str(STEPS // 2), "--checkpoint.keep_last", "9"]
